@@ -25,7 +25,7 @@ CURRENCY = "EUR"
 Steps = Generator[bytes, tuple[int, bytes], None]
 
 
-class Plan(NamedTuple):
+class CheckoutPlan(NamedTuple):
     """What is bought: `total` tickets, over that many connections, each with one checkout at a time. `stem`
     begins the ids; `secret` is what the payment side signs with, in hex.
     """
@@ -50,7 +50,7 @@ def _checked(wanted: int, answer: tuple[int, bytes]) -> bytes:
     return body
 
 
-def by_gateway(plan: Plan, number: int) -> Steps:
+def by_gateway(plan: CheckoutPlan, number: int) -> Steps:
     """A hold, and the receipt of its payment, which this process signs as the payment side."""
     offer, name = f"ticket:{'AB'[number % 2]}", f"{plan.stem}-{number}"
     held = json.loads(
@@ -76,7 +76,9 @@ def by_gateway(plan: Plan, number: int) -> Steps:
         raise RuntimeError(f"the ticket is not paid: {paid!r}")
 
 
-def _tigerfans_reserved(plan: Plan, number: int) -> Generator[bytes, tuple[int, bytes], dict[str, Any]]:
+def _tigerfans_reserved(
+    plan: CheckoutPlan, number: int
+) -> Generator[bytes, tuple[int, bytes], dict[str, Any]]:
     asked = {"cls": "AB"[number % 2], "customer_email": f"{plan.stem}{number}@example.com"}
     reserved: dict[str, Any] = json.loads(
         _checked(200, (yield request("/api/checkout", json.dumps(asked).encode())))
@@ -84,7 +86,7 @@ def _tigerfans_reserved(plan: Plan, number: int) -> Generator[bytes, tuple[int, 
     return {**reserved, "session": reserved["redirect_url"].rpartition("/")[2]}
 
 
-def by_tigerfans(plan: Plan, number: int) -> Steps:
+def by_tigerfans(plan: CheckoutPlan, number: int) -> Steps:
     """A reservation, and the button of the payment page, whose webhook the server sends to itself."""
     reserved = yield from _tigerfans_reserved(plan, number)
     paid = request(
@@ -93,7 +95,7 @@ def by_tigerfans(plan: Plan, number: int) -> Steps:
     _checked(303, (yield paid))
 
 
-def by_tigerfans_webhook(plan: Plan, number: int) -> Steps:
+def by_tigerfans_webhook(plan: CheckoutPlan, number: int) -> Steps:
     """A reservation, and the webhook of its payment, which this process signs as the payment side."""
     reserved = yield from _tigerfans_reserved(plan, number)
     event = {
@@ -108,17 +110,17 @@ def by_tigerfans_webhook(plan: Plan, number: int) -> Steps:
         raise RuntimeError(f"the ticket is not paid: {paid!r}")
 
 
-SIDES: dict[str, Callable[[Plan, int], Steps]] = {
+SIDES: dict[str, Callable[[CheckoutPlan, int], Steps]] = {
     "gateway": by_gateway,
     "tigerfans": by_tigerfans,
     "tigerfans_webhook": by_tigerfans_webhook,
 }
 
 
-class Load:
+class CheckoutLoad:
     """All connections, and how long each checkout took."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: CheckoutPlan) -> None:
         self.plan = plan
         self.begun = 0
         self.latencies: list[float] = []
@@ -143,10 +145,10 @@ class Load:
             self.ended.set_exception(error)
 
 
-class Connection(asyncio.Protocol):
+class CheckoutConnection(asyncio.Protocol):
     """One connection, which has one checkout at a time."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: CheckoutLoad) -> None:
         self._load = load
         self._received = b""
         self._steps: Steps | None = None
@@ -196,12 +198,12 @@ class Connection(asyncio.Protocol):
             self._load.failed(error)
 
 
-async def run(port: int, plan: Plan) -> dict[str, Any]:
+async def run(port: int, plan: CheckoutPlan) -> dict[str, Any]:
     """Plays a plan; raises the error of the first checkout that does not end as it must."""
     loop = asyncio.get_running_loop()
-    load = Load(plan)
+    load = CheckoutLoad(plan)
     connections = [
-        (await loop.create_connection(lambda: Connection(load), "127.0.0.1", port))[1]
+        (await loop.create_connection(lambda: CheckoutConnection(load), "127.0.0.1", port))[1]
         for _ in range(plan.connections)
     ]
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -221,4 +223,4 @@ async def run(port: int, plan: Plan) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(uvloop.run(run(int(sys.argv[1]), Plan(**json.load(sys.stdin))))))
+    print(json.dumps(uvloop.run(run(int(sys.argv[1]), CheckoutPlan(**json.load(sys.stdin))))))

@@ -25,8 +25,8 @@ import redis
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
-from bench.checkout_load import CURRENCY, PRICES, Plan
-from bench.serving import LISTEN_SECONDS_MAX, Server, gateway, median_of, said
+from bench.checkout_load import CURRENCY, PRICES, CheckoutPlan
+from bench.serving import LISTEN_SECONDS_MAX, MeasuredServer, gateway, median_of, said
 from bench.stage import system
 from bench.streaming import cpu_seconds, until_booked
 from grabstream.models.commands import Open
@@ -48,7 +48,7 @@ _throughput = re.compile(r"PAID: (\d+) .*Throughput: ([0-9.]+) ops/s", re.DOTALL
 
 
 @contextmanager
-def start(folder: Path, postgres: str, secret: str) -> Iterator[Server]:
+def start(folder: Path, postgres: str, secret: str) -> Iterator[MeasuredServer]:
     """Runs TigerFans on a database: the configuration `pg`, `pg` of its load tests, a pool of 10 sessions,
     one worker of uvicorn, no access log; its webhook is its own port.
     """
@@ -72,7 +72,7 @@ def start(folder: Path, postgres: str, secret: str) -> Iterator[Server]:
                 if process.poll() is not None or time.monotonic() > until:
                     raise RuntimeError(f"TigerFans does not listen: {log.read_text()}")
                 time.sleep(0.05)
-            yield Server(port, process.pid)
+            yield MeasuredServer(port, process.pid)
         finally:
             process.terminate()
             process.wait(30)
@@ -92,9 +92,9 @@ def new_database(postgres: str) -> Iterator[str]:
             connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
-def buy(server: Server, side: str, total: int, secret: str) -> dict[str, Any]:
+def buy(server: MeasuredServer, side: str, total: int, secret: str) -> dict[str, Any]:
     """Buys `total` tickets; raises when a checkout does not end as it must."""
-    plan = Plan(side, total, CONNECTIONS, secrets.token_hex(6), secret)
+    plan = CheckoutPlan(side, total, CONNECTIONS, secrets.token_hex(6), secret)
     before = cpu_seconds(server.pid)
     found = said([sys.executable, "-m", "bench.checkout_load", str(server.port)], plan._asdict(), 300)
     found["rate"] = total / found["seconds"]
@@ -131,11 +131,11 @@ def sessions(postgres: str, condition: str, value: str) -> list[int]:
         return [row[0] for row in rows]
 
 
-def _tigerfans_pids(server: Server, url: str) -> list[int]:
+def _tigerfans_pids(server: MeasuredServer, url: str) -> list[int]:
     return [server.pid, *sessions(url, "datname = %s", str(conninfo_to_dict(url)["dbname"]))]
 
 
-def _system_pids(settings: Settings, server: Server, workers: list[Any]) -> list[int]:
+def _system_pids(settings: Settings, server: MeasuredServer, workers: list[Any]) -> list[int]:
     with redis.Redis.from_url(settings.redis_url) as client:
         redis_pid = int(client.info("server")["process_id"])
     name = f"{system_name(settings.schema_)}%"
@@ -152,7 +152,7 @@ def _since(before: dict[int, float], after: dict[int, float]) -> float:
     return sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items())
 
 
-def _by_own_client(folder: Path, server: Server, total: int) -> dict[str, Any]:
+def _by_own_client(folder: Path, server: MeasuredServer, total: int) -> dict[str, Any]:
     before = cpu_seconds(server.pid)
     done = subprocess.run(
         [folder / "venv/bin/python", "bench/load_client.py", "--base", f"http://127.0.0.1:{server.port}",
@@ -166,7 +166,7 @@ def _by_own_client(folder: Path, server: Server, total: int) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def box_office(secret: str) -> AsyncIterator[tuple[Settings, Server, list[Any]]]:
+async def box_office(secret: str) -> AsyncIterator[tuple[Settings, MeasuredServer, list[Any]]]:
     """A system with books, audit and recovery, two classes of tickets, and its gateway."""
     async with system(("decide,relay,sweep", "project")) as (settings, workers):
         async with open_gate(settings) as gate:

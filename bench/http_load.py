@@ -20,7 +20,7 @@ DRAIN_SECONDS: Final = 30.0
 MIX: Final = 5
 
 
-class Plan(NamedTuple):
+class HttpPlan(NamedTuple):
     """What is sent: of five requests, `lists` are lists for visitors in turn; the others are grabs of the
     offers in turn, each of a new user, whose name begins with `stem`. With a rate, as many requests a second
     begin, whether those before are answered or not; without one, each connection has one request at a time.
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     rate: float = 0.0
 
 
-def requests(plan: Plan) -> Iterator[bytes]:
+def requests(plan: HttpPlan) -> Iterator[bytes]:
     """The requests of a plan, without end."""
     lists = [
         f"GET /v1/offers?order=random&visitor=v{number} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
@@ -59,10 +59,10 @@ def requests(plan: Plan) -> Iterator[bytes]:
             )  # fmt: skip
 
 
-class Load:
+class HttpLoad:
     """All connections, and what came back."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: HttpPlan) -> None:
         self.is_open_loop = plan.rate > 0
         self.until = 0.0
         self.free: deque[Connection] = deque()
@@ -77,7 +77,7 @@ class Load:
 class Connection(asyncio.Protocol):
     """One connection, which has one request at a time."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: HttpLoad) -> None:
         self._load = load
         self._head = b""
         self._left = 0
@@ -134,10 +134,10 @@ class Connection(asyncio.Protocol):
             load.free.append(self)
 
 
-async def run(port: int, plan: Plan) -> dict[str, Any]:
+async def run(port: int, plan: HttpPlan) -> dict[str, Any]:
     """Plays a plan."""
     loop = asyncio.get_running_loop()
-    load = Load(plan)
+    load = HttpLoad(plan)
     await asyncio.gather(
         *(
             loop.create_connection(lambda: Connection(load), "127.0.0.1", port)
@@ -178,4 +178,4 @@ async def run(port: int, plan: Plan) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(uvloop.run(run(int(sys.argv[1]), Plan(**json.load(sys.stdin))))))
+    print(json.dumps(uvloop.run(run(int(sys.argv[1]), HttpPlan(**json.load(sys.stdin))))))

@@ -24,7 +24,7 @@ SECONDS_MAX = 1_800
 SAVED = 1_000
 
 
-class Offer(Aggregate):
+class PeerOffer(Aggregate):
     """An offer, whose grants are its events."""
 
     @event("Granted")
@@ -67,14 +67,14 @@ class BalancesProjection(Projection[Balances]):
 
     def process_event(self, domain_event: Any, tracking: Any) -> None:
         """Applies one event."""
-        self.view.apply(domain_event if isinstance(domain_event, Offer.Granted) else None, tracking)
+        self.view.apply(domain_event if isinstance(domain_event, PeerOffer.Granted) else None, tracking)
 
 
 def append(count: int, offers: int) -> None:
     """Records offers and `count` grants, each to another user."""
     application = Offers()
     for number in range(offers):
-        offer = Offer()
+        offer = PeerOffer()
         for index in range(number, count, offers):
             offer.grant(f"u{index:031d}", 100)
             if len(offer.pending_events) == SAVED:

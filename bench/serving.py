@@ -41,7 +41,7 @@ GRABS, MIX, LISTS = 0, 3, 5
 _listens = re.compile(r"listening on http://\S+:(\d+);").findall
 
 
-class Server(NamedTuple):
+class MeasuredServer(NamedTuple):
     """A server that is measured."""
 
     port: int
@@ -49,7 +49,7 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def gateway(settings: Settings, processes: int = 1, **others: str) -> Iterator[Server]:
+def gateway(settings: Settings, processes: int = 1, **others: str) -> Iterator[MeasuredServer]:
     """Runs a gateway of a system in `processes` processes; `others` are further settings of it."""
     environment = child_environment(
         prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
@@ -70,14 +70,14 @@ def gateway(settings: Settings, processes: int = 1, **others: str) -> Iterator[S
                 if process.poll() is not None or time.monotonic() > until:
                     raise RuntimeError(f"the gateway does not listen: {log.read_text()}")
                 time.sleep(0.05)
-            yield Server(int(found[0]), process.pid)
+            yield MeasuredServer(int(found[0]), process.pid)
         finally:
             process.terminate()
             process.wait(30)
 
 
 @contextmanager
-def reference(kind: str, **arguments: Any) -> Iterator[Server]:
+def reference(kind: str, **arguments: Any) -> Iterator[MeasuredServer]:
     """Runs the same server with another application (`http_reference`)."""
     process = subprocess.Popen(
         [sys.executable, "-m", "bench.http_reference"],
@@ -90,7 +90,7 @@ def reference(kind: str, **arguments: Any) -> Iterator[Server]:
     try:
         json.dump({"kind": kind, **arguments}, process.stdin)
         process.stdin.close()
-        yield Server(int(process.stdout.readline()), process.pid)
+        yield MeasuredServer(int(process.stdout.readline()), process.pid)
     finally:
         process.terminate()
         process.wait(30)
@@ -98,7 +98,7 @@ def reference(kind: str, **arguments: Any) -> Iterator[Server]:
 
 
 @contextmanager
-def bare_uvicorn() -> Iterator[Server]:
+def bare_uvicorn() -> Iterator[MeasuredServer]:
     """Runs uvicorn with its defaults, and an application that answers a constant (`http_reference`)."""
     [port] = free_ports(1)
     process = subprocess.Popen(
@@ -116,14 +116,14 @@ def bare_uvicorn() -> Iterator[Server]:
                 if process.poll() is not None or time.monotonic() > until:
                     raise
                 time.sleep(0.05)
-        yield Server(port, process.pid)
+        yield MeasuredServer(port, process.pid)
     finally:
         process.terminate()
         process.wait(30)
 
 
 def load(
-    server: Server, lists: int, seconds: float, rate: float = 0.0, connections: int = CONNECTIONS
+    server: MeasuredServer, lists: int, seconds: float, rate: float = 0.0, connections: int = CONNECTIONS
 ) -> dict[str, Any]:
     """Sends `lists` lists of five requests, and grabs, for `seconds`. Raises when an answer is not the
     expected one.
@@ -158,7 +158,7 @@ def offer_name(number: int) -> str:
 
 
 @asynccontextmanager
-async def shop() -> AsyncIterator[tuple[Settings, Server]]:
+async def shop() -> AsyncIterator[tuple[Settings, MeasuredServer]]:
     """A system with OFFERS offers that never sell out, and its gateway."""
     async with system(("decide,relay,sweep", "project")) as (settings, _):
         async with open_gate(settings) as gate:
@@ -175,7 +175,7 @@ async def shop() -> AsyncIterator[tuple[Settings, Server]]:
             yield settings, server
 
 
-def _asked(server: Server, path: str, body: bytes | None = None) -> str:
+def _asked(server: MeasuredServer, path: str, body: bytes | None = None) -> str:
     headers = {"Content-Type": "application/json", "Idempotency-Key": secrets.token_hex(8)}
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", body, headers)
     with urllib.request.urlopen(request, timeout=30) as found:
@@ -183,7 +183,7 @@ def _asked(server: Server, path: str, body: bytes | None = None) -> str:
 
 
 async def _against(
-    runs: int, seconds: float, lists: int, other: Callable[[Settings, Server], Any]
+    runs: int, seconds: float, lists: int, other: Callable[[Settings, MeasuredServer], Any]
 ) -> dict[str, Any]:
     """The gateway and the other server in turn: requests a second, and what they cost."""
     ours, theirs = [], []
@@ -216,7 +216,7 @@ def median_of(runs: list[dict[str, Any]], name: str) -> str:
     return f"{statistics.median(one[name] for one in runs):.1f}"
 
 
-def _constant(settings: Settings, server: Server) -> Any:
+def _constant(settings: Settings, server: MeasuredServer) -> Any:
     """The same server with constants as long as the answers of the gateway."""
     return reference(
         "constant",
@@ -225,7 +225,7 @@ def _constant(settings: Settings, server: Server) -> Any:
     )
 
 
-def _items(settings: Settings, server: Server) -> Any:
+def _items(settings: Settings, server: MeasuredServer) -> Any:
     """The same server, with one call of Redis for each item of the list."""
     offers = json.loads(_asked(server, "/v1/offers?order=random&visitor=v0"))["offers"]
     keys = {f"item:{offer['offer']}": json.dumps(offer, separators=(",", ":")) for offer in offers}

@@ -22,14 +22,14 @@ from grabstream.ops.settings import Settings, load_settings
 from grabstream.streams import brokers
 from grabstream.streams.topics import Topics
 from grabstream.streams.worker import ROLES
-from grabstream.workshop.rehearsal.run import Progress, open_books, read_progress
+from grabstream.workshop.rehearsal.run import RehearsalProgress, open_books, read_progress
 
 RATE = 2_000
 OFFERS = 8
 SCHEMA = "bench_classic"
 
 
-async def until_booked(settings: Settings, events_min: int) -> Progress:
+async def until_booked(settings: Settings, events_min: int) -> RehearsalProgress:
     """Returns when at least `events_min` events are decided and every read model has all of them."""
     client = open_redis(settings)
     try:

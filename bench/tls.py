@@ -17,7 +17,7 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.models.commands import Grab
 from grabstream.ops.connections.opening import open_redis
 from grabstream.workshop.services import LocalServices, SecureServices, free_ports
-from grabstream.workshop.services.certificates import Authority
+from grabstream.workshop.services.certificates import CertificateAuthority
 from grabstream.workshop.services.secure import HOST, SecureRedis
 
 WITH, WITHOUT = "with TLS", "without"
@@ -32,7 +32,7 @@ def redis_with_tls() -> Iterator[tuple[dict[str, str], "redis.Redis"]]:
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        authority = Authority(folder / "certificates")
+        authority = CertificateAuthority(folder / "certificates")
         certificate = authority.certificate("server", (HOST,))
         server = SecureRedis(folder, free_ports(1)[0], authority, certificate, secrets.token_hex(16))
         server.start()

@@ -25,8 +25,8 @@ from grabstream.models.upcasters import UPCASTERS
 from grabstream.models.upcasting import FIRST_VERSION
 from grabstream.workshop.schemas.asyncapi import document
 from grabstream.workshop.schemas.releases import (
-    Change,
     Contract,
+    SchemaChange,
     changes_between,
     last_release,
     read_release,
@@ -130,7 +130,7 @@ def release(folder: Path, version: str, contract: Contract) -> Path:
     return path
 
 
-def report(version: str, changes: list[Change]) -> str:
+def report(version: str, changes: list[SchemaChange]) -> str:
     """The changes as text, the worst first; compatible changes are only counted."""
     lines = []
     for change in changes:

@@ -53,7 +53,7 @@ from grabstream.models.runs import LINES, AnyLine
 from grabstream.models.upcasting import UpcastFailed
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, read_offers
 from grabstream.ops.settings import BadSettings, Settings, load_settings
-from grabstream.streams.deciding.understanding import Authority, Pace, Rejected, understand
+from grabstream.streams.deciding.understanding import Pace, Rejected, TopicAuthority, understand
 from grabstream.streams.topics import Topics
 from tests.conftest import examples
 from tests.support.odd_values import (
@@ -116,7 +116,7 @@ of_record = st.one_of(
     ),
 )
 
-EVERY_COMMAND: Final = Authority(Topics("t"), operations_on_commands=True)
+EVERY_COMMAND: Final = TopicAuthority(Topics("t"), operations_on_commands=True)
 
 
 class Record(NamedTuple):

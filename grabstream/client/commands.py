@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 BasketResult = TypeVar("BasketResult")
 
 
-class Commands(Generic[Result, BasketResult]):
+class CommandMethods(Generic[Result, BasketResult]):
     """Commands that are made from their fields.
 
     `id` is the id of the command; without one, a new one is made. Pass one (for example, that of the request

@@ -82,7 +82,7 @@ class RequestProblem(Exception):
         self.field = field
 
 
-class Request(NamedTuple):
+class ClientRequest(NamedTuple):
     """A request: path and query, and for a command its body and id."""
 
     method: str
@@ -108,7 +108,7 @@ class Exchange(Generic[T]):
 
     result: T
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: ClientRequest) -> None:
         self.request = request
         self._attempts = 0
         #: Whether an attempt may have been decided without a reply.
@@ -193,7 +193,7 @@ class Asking(Exchange[D]):
     """A question; its result is a document."""
 
     def __init__(self, path: str, document: type[D], asked: Mapping[str, Any]) -> None:
-        super().__init__(Request("GET", path, {name: _text_of(value) for name, value in asked.items()}))
+        super().__init__(ClientRequest("GET", path, {name: _text_of(value) for name, value in asked.items()}))
         self._document = document
 
     def _read(self, body: bytes) -> D:
@@ -244,7 +244,9 @@ class TakingBasket(Exchange[tuple[ServedAnswer, ...]]):
             {name: value for name, value in _fields_of(grab).items() if name not in ("type", "id", "basket")}
             for grab in grabs
         ]
-        super().__init__(Request("POST", "/v1/baskets", {}, json.dumps({"grabs": bodies}).encode(), key))
+        super().__init__(
+            ClientRequest("POST", "/v1/baskets", {}, json.dumps({"grabs": bodies}).encode(), key)
+        )
 
     def _read(self, body: bytes) -> tuple[ServedAnswer, ...]:
         members = json.loads(body)
@@ -275,7 +277,7 @@ def path_of(*parts: str) -> str:
     return "/v1/" + "/".join(quote(part, safe=":") for part in parts)
 
 
-def _request_of(command: AnyCommand) -> Request:
+def _request_of(command: AnyCommand) -> ClientRequest:
     fields = _fields_of(command)
     type_ = fields.pop("type")
     if fields.get("basket") is not None:
@@ -283,13 +285,13 @@ def _request_of(command: AnyCommand) -> Request:
     key = fields.pop("id")
     if type_ == "open":
         path_of(command.offer)
-        return Request("POST", "/v1/offers", {}, json.dumps(fields).encode(), key)
+        return ClientRequest("POST", "/v1/offers", {}, json.dumps(fields).encode(), key)
     offer = fields.pop("offer")
     if type_ in _GRAB_COMMANDS:
         path = f"{path_of('offers', offer, 'grabs', fields.pop('grab'))}/{type_}"
-        return Request("POST", path, {}, json.dumps(fields).encode(), key)
+        return ClientRequest("POST", path, {}, json.dumps(fields).encode(), key)
     method, rest = _OFFER_PATHS[type_]
-    return Request(method, path_of("offers", offer) + rest, {}, json.dumps(fields).encode(), key)
+    return ClientRequest(method, path_of("offers", offer) + rest, {}, json.dumps(fields).encode(), key)
 
 
 def _fields_of(command: Command) -> dict[str, Any]:
@@ -303,7 +305,7 @@ def _text_of(value: Any) -> str:
     return f"{value.shard}-{value.seq}" if isinstance(value, Answer) else str(value)
 
 
-def _problem_of(status: int, request: Request, body: bytes) -> tuple[RequestProblem, Mapping[str, Any]]:
+def _problem_of(status: int, request: ClientRequest, body: bytes) -> tuple[RequestProblem, Mapping[str, Any]]:
     """The problem of a reply, and its members. A proxy may have made the reply."""
     try:
         members = json.loads(body)
@@ -315,7 +317,7 @@ def _problem_of(status: int, request: Request, body: bytes) -> tuple[RequestProb
     return RequestProblem(status, name, str(members.get("detail", "")), members.get("field")), members
 
 
-def not_from_a_gateway(status: int, request: Request, text: str) -> RequestProblem:
+def not_from_a_gateway(status: int, request: ClientRequest, text: str) -> RequestProblem:
     """The problem of a reply that a gateway would not send."""
     return RequestProblem(
         status,

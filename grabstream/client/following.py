@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from grabstream.client.exchange import Exchange, Request, not_from_a_gateway
+from grabstream.client.exchange import ClientRequest, Exchange, not_from_a_gateway
 from grabstream.models.events import decode_event
 from grabstream.models.vocabulary import Answer, AnyEvent, from_wire
 
@@ -62,7 +62,7 @@ class Following(Exchange[None]):
     """
 
     def __init__(self, path: str, after: str | int | Answer | None) -> None:
-        super().__init__(Request("GET", path))
+        super().__init__(ClientRequest("GET", path))
         if isinstance(after, Answer):
             after = f"{after.shard}-{after.seq}"
         self._after = None if after is None else str(after)
@@ -72,7 +72,7 @@ class Following(Exchange[None]):
         #: The seq of the last event of each shard.
         self._seqs: dict[int, int] = {}
 
-    def next_request(self) -> Request:
+    def next_request(self) -> ClientRequest:
         """The request of the next connection. Its query has the position of the caller, which may be refused,
         until the stream has its own.
         """

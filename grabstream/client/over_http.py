@@ -26,14 +26,14 @@ from urllib.parse import urlencode
 import aiohttp
 from yarl import URL
 
-from grabstream.client.commands import Commands, given
+from grabstream.client.commands import CommandMethods, given
 from grabstream.client.exchange import (
     ATTEMPT_SECONDS_MIN,
     USER_AGENT,
     Asking,
+    ClientRequest,
     Deciding,
     Exchange,
-    Request,
     ServedAnswer,
     TakingBasket,
     path_of,
@@ -122,12 +122,12 @@ def _headers(key: str | None) -> dict[str, str]:
     return headers
 
 
-def _target(request: Request) -> str:
+def _target(request: ClientRequest) -> str:
     """Path and query of a request."""
     return f"{request.path}?{urlencode(request.query)}" if request.query else request.path
 
 
-class Client(InThread["AsyncClient"], Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
+class Client(InThread["AsyncClient"], CommandMethods[ServedAnswer, tuple[ServedAnswer, ...]]):
     """A client for threads. It may be used by several at once.
 
         with Client("http://127.0.0.1:18080") as client:
@@ -244,7 +244,9 @@ def _events_of(messages: Sequence[Message], positions: Positions | None) -> Iter
             positions(message)
 
 
-class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any, tuple[ServedAnswer, ...]]]):
+class AsyncClient(
+    CommandMethods[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any, tuple[ServedAnswer, ...]]]
+):
     """A client for asyncio, with the methods of `Client` to be awaited.
 
     async with AsyncClient("http://127.0.0.1:18080") as client:
@@ -403,7 +405,7 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
         return exchange.after_reply(reply.status, reply.headers, body)
 
     def _replying(
-        self, request: Request, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout
+        self, request: ClientRequest, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Sends a request, for a reply whose body is not read yet."""
         if self._session is None:

@@ -24,7 +24,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 from pydantic import ValidationError
 
-from grabstream.client.commands import Commands, given
+from grabstream.client.commands import CommandMethods, given
 from grabstream.client.exchange import (
     RequestProblem,
     error_in_words,
@@ -58,7 +58,7 @@ class _Waiting(NamedTuple):
     answer: asyncio.Future[Answer]
 
 
-class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tuple[Answer, ...]]]):
+class KafkaClient(CommandMethods[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tuple[Answer, ...]]]):
     """Sends commands to `<prefix>.commands`, those of operators to `<prefix>.operations`, and finds their
     answers in `<prefix>.results`. One object serves all requests of a process; it needs the right to write
     to the topics that its calls use.
@@ -292,7 +292,7 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
         await asyncio.gather(_stopped(self._producer), _stopped(self._consumer))
 
 
-class SyncKafkaClient(InThread["_Connecting"], Commands[Answer, tuple[Answer, ...]]):
+class SyncKafkaClient(InThread["_Connecting"], CommandMethods[Answer, tuple[Answer, ...]]):
     """`KafkaClient` for threads. It may be used by several at once.
 
         with SyncKafkaClient("127.0.0.1:9092") as client:

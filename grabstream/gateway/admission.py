@@ -17,9 +17,9 @@ from grabstream.gateway.callers import Caller, authorize, unauthenticated
 from grabstream.gateway.failures import Failures, in_words, too_many
 from grabstream.gateway.operations import Operation
 from grabstream.gateway.problems import Problem
-from grabstream.gateway.rates import Counters, Rates
+from grabstream.gateway.rates import Rates, RequestCounters
 from grabstream.gateway.requests import Request
-from grabstream.gateway.tokens import BadToken, Tokens, UnusableToken, add_bounded, is_token
+from grabstream.gateway.tokens import BadToken, TokenVerifier, UnusableToken, add_bounded, is_token
 
 #: The key of the scope that has what the counters said of a request.
 _COUNTED: Final = "grabstream.counted"
@@ -47,8 +47,8 @@ class Admission:
     def __init__(
         self,
         keys: KeyRing,
-        tokens: Tokens | None,
-        counters: Counters,
+        tokens: TokenVerifier | None,
+        counters: RequestCounters,
         rates: CallerRates,
         proxies: Sequence[Network] = (),
     ) -> None:

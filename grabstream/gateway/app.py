@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from grabstream.gateway import requests
 from grabstream.gateway.addresses import Network, address_of
 from grabstream.gateway.admission import Admission
-from grabstream.gateway.asking import Questions, tagged_reply
+from grabstream.gateway.asking import QueryHandlers, tagged_reply
 from grabstream.gateway.bounds import (
     COMMAND_SECONDS_TARGET,
     HOSTS_KEPT_MAX,
@@ -35,7 +35,7 @@ from grabstream.gateway.bounds import (
 )
 from grabstream.gateway.caching import tag_of
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
-from grabstream.gateway.deciding import Commands
+from grabstream.gateway.deciding import CommandHandlers
 from grabstream.gateway.event_streams import EventStreams, Streamed
 from grabstream.gateway.measures import NO_OPERATION, GatewayMeasures
 from grabstream.gateway.operations import OPERATIONS, PAGES, Operation
@@ -98,8 +98,8 @@ class Application:
 
     def __init__(
         self,
-        commands: Commands,
-        questions: Questions,
+        commands: CommandHandlers,
+        questions: QueryHandlers,
         receipts: Receipts,
         streams: EventStreams,
         watching: Watching,

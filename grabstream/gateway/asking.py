@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 from starlette.types import Scope
 
-from grabstream.gateway.books import Books, Row
+from grabstream.gateway.books import BooksReader, Row
 from grabstream.gateway.bounds import (
     AFTER_SECONDS_MAX,
     AFTER_WAITERS_CALLER_MAX,
@@ -133,7 +133,7 @@ class _Listed:
         self.offers = dict(zip(names, _decode_raws(body), strict=True))
 
 
-class Questions:
+class QueryHandlers:
     """The handlers of questions. `tokens` adds payment tokens to the holds of a user. `key_of` has the key
     under which events have sealed the metadata of a user, or None; without it, they are shown sealed.
     `reached` gives the positions of shards; without it, questions wait for any event.
@@ -141,7 +141,7 @@ class Questions:
 
     def __init__(
         self,
-        books: Books,
+        books: BooksReader,
         cache: Cache,
         tokens: PaymentTokens | None = None,
         key_of: KeyOf | None = None,

@@ -70,7 +70,7 @@ class _Seen(NamedTuple):
         return time.monotonic() - self.since < CACHE_SECONDS
 
 
-class Books:
+class BooksReader:
     """Asks the views of one system. Raises Problem when PostgreSQL cannot answer now."""
 
     def __init__(self, pool: AsyncConnectionPool[AsyncConnection[Any]]) -> None:
@@ -177,7 +177,7 @@ class Books:
 @asynccontextmanager
 async def open_books(
     postgres: str, schema: str, sessions_max: int, check: Callable[[AsyncConnection[Any]], Awaitable[Any]]
-) -> AsyncIterator[Books]:
+) -> AsyncIterator[BooksReader]:
     """The books of the system in a schema; `check` raises an error when the schema belongs to another system.
     Opens also while PostgreSQL is down.
     """
@@ -197,7 +197,7 @@ async def open_books(
     )
     await pool.open(wait=False)
     try:
-        yield Books(pool)
+        yield BooksReader(pool)
     finally:
         await pool.close()
 

@@ -49,7 +49,7 @@ _HEADERS: Final = ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS)
 _APPLIED: Final = (b"preference-applied", b"respond-async")
 
 
-class Commands:
+class CommandHandlers:
     """The handlers of commands: a request and its body in, a reply out. `timeout_ms` is how long a command
     waits for its answer; longer for an envelope, by its parts. `tokens` adds payment tokens to holds.
     """

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from starlette.types import Receive, Send
 
-from grabstream.gateway.books import Books, Row
+from grabstream.gateway.books import BooksReader, Row
 from grabstream.gateway.bounds import (
     AFTER_SECONDS_MAX,
     STREAM_ADMISSION_SECONDS,
@@ -38,7 +38,7 @@ from grabstream.gateway.bounds import (
     WRITE_SECONDS_MAX,
 )
 from grabstream.gateway.measures import StreamMeasures
-from grabstream.gateway.positions import Positions
+from grabstream.gateway.positions import WaitingPositions
 from grabstream.gateway.problems import (
     NOT_KEPT,
     SECURE_HEADERS,
@@ -143,7 +143,7 @@ class Watch:
 class EventStreams:
     """The handlers of streams, and the reader of the audit trail that they share."""
 
-    def __init__(self, books: Books, shards: int) -> None:
+    def __init__(self, books: BooksReader, shards: int) -> None:
         self._books = books
         self._shards = shards
         self._position: Position = [0] * shards
@@ -158,7 +158,7 @@ class EventStreams:
         self._streams_by_user = Counter[str]()
         self.is_ending = False
         #: Sends waiting users their positions.
-        self.positions = Positions(books, lambda watch, message: self._add([watch], message))
+        self.positions = WaitingPositions(books, lambda watch, message: self._add([watch], message))
         self.measures = StreamMeasures()
         #: Requests refused for lack of room, as the gateway counts them.
         self.shed: dict[str, int] = {}

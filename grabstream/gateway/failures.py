@@ -12,7 +12,7 @@ from starlette.types import Scope
 from grabstream.gateway.addresses import Network, address_of, is_within
 from grabstream.gateway.bounds import CALLERS_COUNTED_MAX
 from grabstream.gateway.problems import Problem, retry_after
-from grabstream.gateway.rates import Counters, Rates
+from grabstream.gateway.rates import Rates, RequestCounters
 from grabstream.gateway.tokens import add_bounded
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Failures:
     """
 
     def __init__(
-        self, counters: Counters, rates: Rates, proxies: Sequence[Network], kind: str, words: str
+        self, counters: RequestCounters, rates: Rates, proxies: Sequence[Network], kind: str, words: str
     ) -> None:
         self._counters = counters
         self._rates = rates

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from psycopg import Error
 
-from grabstream.gateway.books import Books
+from grabstream.gateway.books import BooksReader
 from grabstream.gateway.bounds import (
     POSITIONS_FAILED_SECONDS_MAX,
     POSITIONS_REST_SECONDS_MAX,
@@ -111,10 +111,10 @@ class _Waiter:
         self.rest = _Rest()
 
 
-class Positions:
+class WaitingPositions:
     """Sends streams of users their positions: `send` sends a message to a stream."""
 
-    def __init__(self, books: Books, send: Callable[[Any, bytes], None]) -> None:
+    def __init__(self, books: BooksReader, send: Callable[[Any, bytes], None]) -> None:
         self._books = books
         self._send = send
         #: By stream.

@@ -52,7 +52,7 @@ class Reply(NamedTuple):
     headers: tuple[Header, ...]
 
 
-class Refusal(NamedTuple):
+class RefusalStatus(NamedTuple):
     """A refusal as HTTP: its status and a title."""
 
     status: HTTPStatus
@@ -132,24 +132,24 @@ def problem_reply(
 
 
 #: Every refusal of the gate.
-REFUSALS: Final[Mapping[Outcome, Refusal]] = {
-    Outcome.invalid: Refusal(HTTPStatus.BAD_REQUEST, "The request is malformed, or exceeds a bound"),
-    Outcome.fenced: Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "The shard cannot decide now"),
-    Outcome.busy: Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "There is no room for more commands now"),
-    Outcome.conflict: Refusal(HTTPStatus.CONFLICT, "The id was used for something else"),
-    Outcome.no_such_offer: Refusal(HTTPStatus.NOT_FOUND, "There is no such offer"),
-    Outcome.no_such_grab: Refusal(HTTPStatus.NOT_FOUND, "There is no such grab"),
-    Outcome.already_taken: Refusal(HTTPStatus.CONFLICT, "The user has a part already"),
-    Outcome.not_open_yet: Refusal(HTTPStatus.CONFLICT, "The offer is not open yet"),
-    Outcome.on_hold: Refusal(HTTPStatus.CONFLICT, "The offer is paused"),
-    Outcome.over: Refusal(HTTPStatus.CONFLICT, "The offer is closed"),
-    Outcome.not_eligible: Refusal(HTTPStatus.FORBIDDEN, "The user may not grab this offer"),
-    Outcome.limit_reached: Refusal(HTTPStatus.CONFLICT, "A limit is reached"),
-    Outcome.sold_out: Refusal(HTTPStatus.CONFLICT, "Nothing is left"),
-    Outcome.not_enough_left: Refusal(HTTPStatus.CONFLICT, "Fewer units are left"),
-    Outcome.expired: Refusal(HTTPStatus.CONFLICT, "The time limit has passed"),
-    Outcome.not_held: Refusal(HTTPStatus.CONFLICT, "The grab has no such units"),
-    Outcome.not_redeemable: Refusal(HTTPStatus.CONFLICT, "The grab cannot be used"),
+REFUSALS: Final[Mapping[Outcome, RefusalStatus]] = {
+    Outcome.invalid: RefusalStatus(HTTPStatus.BAD_REQUEST, "The request is malformed, or exceeds a bound"),
+    Outcome.fenced: RefusalStatus(HTTPStatus.SERVICE_UNAVAILABLE, "The shard cannot decide now"),
+    Outcome.busy: RefusalStatus(HTTPStatus.SERVICE_UNAVAILABLE, "There is no room for more commands now"),
+    Outcome.conflict: RefusalStatus(HTTPStatus.CONFLICT, "The id was used for something else"),
+    Outcome.no_such_offer: RefusalStatus(HTTPStatus.NOT_FOUND, "There is no such offer"),
+    Outcome.no_such_grab: RefusalStatus(HTTPStatus.NOT_FOUND, "There is no such grab"),
+    Outcome.already_taken: RefusalStatus(HTTPStatus.CONFLICT, "The user has a part already"),
+    Outcome.not_open_yet: RefusalStatus(HTTPStatus.CONFLICT, "The offer is not open yet"),
+    Outcome.on_hold: RefusalStatus(HTTPStatus.CONFLICT, "The offer is paused"),
+    Outcome.over: RefusalStatus(HTTPStatus.CONFLICT, "The offer is closed"),
+    Outcome.not_eligible: RefusalStatus(HTTPStatus.FORBIDDEN, "The user may not grab this offer"),
+    Outcome.limit_reached: RefusalStatus(HTTPStatus.CONFLICT, "A limit is reached"),
+    Outcome.sold_out: RefusalStatus(HTTPStatus.CONFLICT, "Nothing is left"),
+    Outcome.not_enough_left: RefusalStatus(HTTPStatus.CONFLICT, "Fewer units are left"),
+    Outcome.expired: RefusalStatus(HTTPStatus.CONFLICT, "The time limit has passed"),
+    Outcome.not_held: RefusalStatus(HTTPStatus.CONFLICT, "The grab has no such units"),
+    Outcome.not_redeemable: RefusalStatus(HTTPStatus.CONFLICT, "The grab cannot be used"),
 }
 
 #: The status of every positive outcome. Before it is journaled (`promise=decided`), it is 202.

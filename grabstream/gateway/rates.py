@@ -34,7 +34,7 @@ def read_rates(text: str) -> Rates:
     return rates
 
 
-class Counters:
+class RequestCounters:
     """Counts requests of callers. `prefix` begins the keys in the cache Redis."""
 
     def __init__(self, cache: CacheServer | None = None, prefix: str = "") -> None:

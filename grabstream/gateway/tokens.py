@@ -74,7 +74,7 @@ class UserNames(NamedTuple):
             ) from None
 
 
-class Tokens:
+class TokenVerifier:
     """Verifies tokens of one issuer for one audience."""
 
     def __init__(self, issuer: str, audience: str, keys: KeySet, names: UserNames | None = None) -> None:

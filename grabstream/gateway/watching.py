@@ -23,7 +23,7 @@ from grabstream.gateway.asking import (
     reply_about_one,
     tagged_reply,
 )
-from grabstream.gateway.books import Books, Row
+from grabstream.gateway.books import BooksReader, Row
 from grabstream.gateway.bounds import (
     BOOK_SUMS_MAX,
     DEMAND_EVENTS_MAX,
@@ -143,7 +143,7 @@ _DELIVERIES: Final = f"""
 class Watching:
     """The handlers of the questions of operators."""
 
-    def __init__(self, books: Books, cache: Cache, examiners: Examiners) -> None:
+    def __init__(self, books: BooksReader, cache: Cache, examiners: Examiners) -> None:
         self._books = books
         self._cache = cache
         self._examiners = examiners
@@ -352,7 +352,7 @@ class _Recent:
     `since` on.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: BooksReader) -> None:
         self._books = books
         self._reading = asyncio.Lock()
         #: The last event of each shard that is counted.

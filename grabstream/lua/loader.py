@@ -32,7 +32,7 @@ class Script(NamedTuple):
     sha: str
 
 
-class Parts(NamedTuple):
+class ScriptParts(NamedTuple):
     """The text of a script without its includes, and the text of those includes, each inserted once."""
 
     text: str
@@ -46,13 +46,13 @@ def assemble(name: str, folder: Path = SCRIPTS) -> str:
     return _include.sub(lambda match: _paste(match.group(1), folder, pasted, (name,)), text)
 
 
-def parts(name: str, folder: Path, pasted: list[str]) -> Parts:
+def parts(name: str, folder: Path, pasted: list[str]) -> ScriptParts:
     """Returns a script apart from its includes, without those in `pasted`; adds them there. Raises BadScript
     with file and reason.
     """
     text = _read(name, folder)
     includes = [_paste(match.group(1), folder, pasted, (name,)) for match in _include.finditer(text)]
-    return Parts(_include.sub("", text), "".join(includes))
+    return ScriptParts(_include.sub("", text), "".join(includes))
 
 
 def _read(name: str, folder: Path) -> str:

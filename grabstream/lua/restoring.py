@@ -34,7 +34,7 @@ _json = msgspec.json.Encoder().encode
 PARTS_MAX: Final = 128
 
 
-class Parts(msgspec.Struct, tag_field="type", tag="parts", gc=False):
+class PlainGrabs(msgspec.Struct, tag_field="type", tag="parts", gc=False):
     """Consecutive plain grabs of an envelope in a shard, in columns: place and offer_seq are those of the
     first, `at` (ms) is that of the last, and `times` are (time in ms, number of grabs) of each stretch.
     """
@@ -52,18 +52,18 @@ class Parts(msgspec.Struct, tag_field="type", tag="parts", gc=False):
 
 
 #: What is applied in one step.
-Applicable: TypeAlias = AnyEvent | Parts
+Applicable: TypeAlias = AnyEvent | PlainGrabs
 
 
 def last_seq(event: Applicable) -> int:
     """The seq of the last of the events that are applied in one step."""
-    return event.last_seq if isinstance(event, Parts) else event.seq
+    return event.last_seq if isinstance(event, PlainGrabs) else event.seq
 
 
 def in_columns(lines: Iterable[AnyLine], after: int) -> list[Applicable]:
     """The events of lines after a seq: plain grabs of an envelope in columns, runs of others one by one."""
     found: list[Applicable] = []
-    parts: Parts | None = None
+    parts: PlainGrabs | None = None
     for line in lines:
         if not isinstance(line, GrantedRun) or not _are_plain_parts(line):
             parts = None
@@ -73,7 +73,7 @@ def in_columns(lines: Iterable[AnyLine], after: int) -> list[Applicable]:
             end = min(begin + PARTS_MAX, line.seqs)
             if parts is None or not _continues(parts, line, begin, end):
                 first = (line.seq + begin, 0, line.offer_seq + begin, line.place + begin)
-                parts = Parts(line.offer, *first, line.at, [], [], [], [])
+                parts = PlainGrabs(line.offer, *first, line.at, [], [], [], [])
                 found.append(parts)
             parts.last_seq, parts.at = line.seq + end - 1, line.at
             parts.times.append((line.at, end - begin))
@@ -83,7 +83,7 @@ def in_columns(lines: Iterable[AnyLine], after: int) -> list[Applicable]:
     return found
 
 
-def _continues(parts: Parts, line: GrantedRun, begin: int, end: int) -> bool:
+def _continues(parts: PlainGrabs, line: GrantedRun, begin: int, end: int) -> bool:
     """Whether these grabs of a line follow others directly, and there is room for them."""
     follow = parts.offer == line.offer and parts.last_seq + 1 == line.seq + begin
     return follow and len(parts.grabs) + end - begin <= PARTS_MAX

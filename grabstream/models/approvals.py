@@ -65,7 +65,7 @@ def check_approval(payload: bytes, command: OfferCommand, system: str) -> None:
         raise Invalid("command_sha256: another body was signed; sign this one")
 
 
-class Read(NamedTuple):
+class VerifiedApproval(NamedTuple):
     """What events and scripts need of a verified approval: the id of its key, and its expiry (ms since 1970
     UTC).
     """
@@ -74,7 +74,7 @@ class Read(NamedTuple):
     expires_at: int
 
 
-def read_approvals(command: OfferCommand) -> tuple[Read, ...]:
+def read_approvals(command: OfferCommand) -> tuple[VerifiedApproval, ...]:
     """The approvals of a command. They must have been verified, as a gate does."""
     return tuple(map(_read, command.approvals))
 
@@ -103,5 +103,5 @@ def key_id_of(text: str) -> str:
         raise ValueError(str(error)) from None
 
 
-def _read(text: str) -> Read:
-    return Read(key_id_of(text), _decode(segment_of(text, 1)).expires_at)
+def _read(text: str) -> VerifiedApproval:
+    return VerifiedApproval(key_id_of(text), _decode(segment_of(text, 1)).expires_at)

@@ -41,7 +41,7 @@ PARTS: Final = "every part follows from the seed"
 REST: Final = "what was left went back"
 
 
-class Check(NamedTuple):
+class FairnessCheck(NamedTuple):
     """A check and its result; `problem` is None if it passed."""
 
     name: str
@@ -60,7 +60,7 @@ class Fairness(NamedTuple):
     seed_sha256: str
     parts: int
     of_parts: int
-    checks: list[Check]
+    checks: list[FairnessCheck]
     #: `<chain>/<round>` of its beacon, and `<round>/<randomness>/<signature>`; None without one.
     beacon: str | None = None
     randomness: str | None = None
@@ -114,14 +114,14 @@ def verify_fairness(offer: str, events: Iterable[AnyEvent]) -> Fairness:
     source, beacon = seed, []
     if terms.beacon is not None:
         problem, mixed_in = _beacon(terms.beacon, opened.at, given, early)
-        source, beacon = mixed(seed, mixed_in), [Check(BEACON, problem)]
+        source, beacon = mixed(seed, mixed_in), [FairnessCheck(BEACON, problem)]
     checks = [
-        Check(COMMITTED, _committed(seed, opened.seed_sha256)),
-        Check(DRAWN, _drawn(opened.digest)),
+        FairnessCheck(COMMITTED, _committed(seed, opened.seed_sha256)),
+        FairnessCheck(DRAWN, _drawn(opened.digest)),
         *beacon,
-        Check(ONE_EACH, _one_each(granted, late)),
-        Check(PARTS, _parts(terms, source, granted)),
-        Check(REST, _rest(terms, closed, granted)),
+        FairnessCheck(ONE_EACH, _one_each(granted, late)),
+        FairnessCheck(PARTS, _parts(terms, source, granted)),
+        FairnessCheck(REST, _rest(terms, closed, granted)),
     ]
     return Fairness(
         offer, seed, opened.seed_sha256, len(granted), terms.parts, checks, terms.beacon,

@@ -52,23 +52,23 @@ class Root:
         return root
 
 
-class Span(NamedTuple):
+class LeafRange(NamedTuple):
     """The leaves from index `start` up to `end`, excluded: those below one node of a tree."""
 
     start: int
     end: int
 
 
-def siblings(index: int, size: int) -> list[Span]:
+def siblings(index: int, size: int) -> list[LeafRange]:
     """The spans whose roots prove the leaf of an index in a tree of a size, from the leaf up."""
-    start, end, found = 0, size, list[Span]()
+    start, end, found = 0, size, list[LeafRange]()
     while end - start > 1:
         middle = start + (1 << ((end - start - 1).bit_length() - 1))
         if index < middle:
-            found.append(Span(middle, end))
+            found.append(LeafRange(middle, end))
             end = middle
         else:
-            found.append(Span(start, middle))
+            found.append(LeafRange(start, middle))
             start = middle
     return found[::-1]
 

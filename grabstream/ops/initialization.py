@@ -56,7 +56,7 @@ LOCK_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.1
 
 
-class Made(NamedTuple):
+class Initialized(NamedTuple):
     """The topics that were created, the migrations that were applied, the function libraries of each master
     (None: Redis cannot be reached), and the ids of seal keys that were recorded.
     """
@@ -72,7 +72,7 @@ async def make_system(
     replication: int | None = None,
     new_journal: bool = False,
     drop_libraries: bool = False,
-) -> Made:
+) -> Initialized:
     """Creates the missing parts of a system and records that they belong together; a second call does
     nothing.
 
@@ -99,7 +99,7 @@ async def make_system(
                 await journal_keys.take_over(connection, identity.journal, known.journal)
         recorded = await record_seal_keys(connection, settings)
     libraries = await _claim(settings, identity, new_journal, drop_libraries)
-    return Made(created, applied, libraries, recorded)
+    return Initialized(created, applied, libraries, recorded)
 
 
 #: Settings with keys whose signatures name a system by its prefix, which a copy of the system has too.

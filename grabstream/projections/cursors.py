@@ -114,16 +114,18 @@ async def load_all(
     return loaded
 
 
-class Positions(NamedTuple):
+class VersionPositions(NamedTuple):
     """The next offset of a version in each shard, and the shards at which it has stopped."""
 
     offsets: dict[int, int]
     stopped: set[int]
 
 
-async def positions(connection: AsyncConnection[Any], schemas: Mapping[str, str]) -> dict[str, Positions]:
+async def positions(
+    connection: AsyncConnection[Any], schemas: Mapping[str, str]
+) -> dict[str, VersionPositions]:
     """The positions of projections, given the schemas of their versions."""
-    found = {projection: Positions({}, set()) for projection in schemas}
+    found = {projection: VersionPositions({}, set()) for projection in schemas}
     if not found:
         return found
     schema_query = sql.SQL(

@@ -76,7 +76,7 @@ class Brokers(str):
 
     login: Login
     times: Times
-    tokens: "Tokens | None"
+    tokens: "AccessTokens | None"
 
     def __reduce__(self) -> tuple[type["Brokers"], tuple[str, Login, Times]]:
         """For another process, which makes its own source of tokens."""
@@ -88,11 +88,11 @@ class Brokers(str):
         brokers.login = login
         brokers.times = times
         needs_tokens = login.protocol.startswith("SASL") and login.mechanism == "OAUTHBEARER"
-        brokers.tokens = Tokens(login) if needs_tokens else None
+        brokers.tokens = AccessTokens(login) if needs_tokens else None
         return brokers
 
 
-class Tokens(AbstractTokenProvider):  # type: ignore[misc]
+class AccessTokens(AbstractTokenProvider):  # type: ignore[misc]
     """Access tokens by the client credentials grant of OAuth 2.0 (RFC 6749, 4.4), each used until it ends."""
 
     def __init__(self, login: Login) -> None:

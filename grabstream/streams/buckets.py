@@ -95,7 +95,7 @@ class StoreLogin(NamedTuple):
         return f"StoreLogin({self.endpoint!r}, {self.region!r}, {self.access_key!r}, …)"
 
 
-class Place(NamedTuple):
+class BucketAddress(NamedTuple):
     """An address: `s3://bucket/key`, or `s3://bucket/key?versionId=…`."""
 
     bucket: str
@@ -125,7 +125,7 @@ class Stored(NamedTuple):
     lock: Lock | None = None
 
 
-class Version(NamedTuple):
+class ObjectVersion(NamedTuple):
     """A version of an object, or a delete marker, in the order of time."""
 
     version: str
@@ -138,7 +138,7 @@ def is_address(text: str) -> bool:
     return text.startswith(SCHEME)
 
 
-def parse(text: str, needs_key: bool = True) -> Place:
+def parse(text: str, needs_key: bool = True) -> BucketAddress:
     """The parts of an address; raises BadAddress."""
     bucket, _, rest = text.removeprefix(SCHEME).partition("/")
     key, _, version = rest.partition("?versionId=")
@@ -159,7 +159,7 @@ def parse(text: str, needs_key: bool = True) -> Place:
         )
     if not {".", ".."}.isdisjoint(key.split("/")):
         raise BadAddress(f"{quoted(text)}: a part of the key cannot be . or ..")
-    return Place(bucket, key, version)
+    return BucketAddress(bucket, key, version)
 
 
 class Bucket(NamedTuple):
@@ -234,20 +234,20 @@ class Bucket(NamedTuple):
         answer = self._ask("list_objects_v2", Prefix=prefix, MaxKeys=1)
         return str(next((one["Key"] for one in answer.get("Contents", ())), ""))
 
-    def versions(self, key: str) -> list[Version]:
+    def versions(self, key: str) -> list[ObjectVersion]:
         """All versions and delete markers of an object, the first one first."""
         # Stores list the newest first, and may give only seconds: those of one second keep that order.
         newest_first = sorted(self._versions(key), key=lambda one: one.at, reverse=True)
         return newest_first[::-1]
 
-    def _versions(self, key: str) -> Iterator[Version]:
+    def _versions(self, key: str) -> Iterator[ObjectVersion]:
         words: dict[str, str] = {"Prefix": key}
         while True:
             answer = self._ask("list_object_versions", **words)
             for name in ("Versions", "DeleteMarkers"):
                 for one in answer.get(name, ()):
                     if one["Key"] == key:
-                        yield Version(one["VersionId"], one["LastModified"], name == "DeleteMarkers")
+                        yield ObjectVersion(one["VersionId"], one["LastModified"], name == "DeleteMarkers")
             if not answer.get("IsTruncated") or answer.get("NextKeyMarker", key) > key:
                 return
             words["KeyMarker"] = answer["NextKeyMarker"]

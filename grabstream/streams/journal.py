@@ -21,7 +21,7 @@ CONFIRM_RECORDS_MAX: Final = 1_024
 SILENT_SECONDS_MAX: Final = 60.0
 
 
-class Record(NamedTuple):
+class JournalRecord(NamedTuple):
     """A journal record as Kafka has it."""
 
     shard: int
@@ -39,15 +39,15 @@ class JournalReader:
         #: By shard: the offset up to which no relay has signed a record, and whether one has there.
         self._unsigned_to: dict[int, tuple[int, bool]] = {}
 
-    def block(self, record: Record) -> Block:
+    def block(self, record: JournalRecord) -> Block:
         """The block in a record of this topic; raises Corrupt like `JournalKeys.block`."""
         return journal_keys().block(self._topic, record.shard, record.headers, record.value)
 
-    def authority(self, record: Record) -> tuple[Authority, str]:
+    def authority(self, record: JournalRecord) -> tuple[Authority, str]:
         """Whether a known relay signed the headers of a record, and why it did not."""
         return journal_keys().authority(self._topic, record.shard, record.headers)
 
-    def is_signed(self, record: Record) -> bool:
+    def is_signed(self, record: JournalRecord) -> bool:
         """Whether a known relay signed the headers of a record."""
         return self.authority(record)[0] == "signed"
 
@@ -212,7 +212,9 @@ class JournalReader:
                     cursor = after
         return cursor._replace(next_offset=max(first, to_offset))
 
-    async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[list[Record], None]:
+    async def read(
+        self, shard: int, from_offset: int, to_offset: int
+    ) -> AsyncGenerator[list[JournalRecord], None]:
         """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises if they no
         longer exist, or TimeoutError if nothing arrives for SILENT_SECONDS_MAX.
 
@@ -230,7 +232,7 @@ class JournalReader:
             while position < to_offset:
                 fetched = await self._consumer.getmany(partition, timeout_ms=FETCH_WAIT_MS)
                 records = [
-                    Record(shard, record.offset, record.headers, record.value or b"")
+                    JournalRecord(shard, record.offset, record.headers, record.value or b"")
                     for record in fetched.get(partition, [])
                     if record.offset < to_offset
                 ]

@@ -39,7 +39,7 @@ from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Schema, TaggedFields
 from aiokafka.record.memory_records import MemoryRecords
 
-from grabstream.streams.record_batches import Record, Unreadable, read_records
+from grabstream.streams.record_batches import BatchRecord, UnreadableBatch, read_records
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +114,9 @@ class Batch:
         first = self._batch.base_offset
         try:
             records = read_records(bytes(self._data))
-        except Unreadable as reason:
+        except UnreadableBatch as reason:
             log.info("a batch at offset %d cannot be read: %s; %r", first, reason, error)
-            return [Record(first, self._batch.max_timestamp, 0, None, bytes(self._data), [])]
+            return [BatchRecord(first, self._batch.max_timestamp, 0, None, bytes(self._data), [])]
         log.info("a batch at offset %d has headers, or attributes, that Kafka's rules exclude", first)
         return records
 
@@ -130,8 +130,8 @@ def _is_thinned(offsets: list[int], first: int, after: int) -> bool:
     )
 
 
-def _at(record: Any, offset: int) -> Record:
-    return Record(
+def _at(record: Any, offset: int) -> BatchRecord:
+    return BatchRecord(
         offset, record.timestamp, record.timestamp_type, record.key, record.value, list(record.headers)
     )
 

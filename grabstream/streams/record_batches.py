@@ -11,11 +11,11 @@ _TIME_OF_BROKER: Final = 0x08
 _VARINT_BITS_MAX: Final = 63
 
 
-class Unreadable(ValueError):
+class UnreadableBatch(ValueError):
     """The bytes of a batch are not records."""
 
 
-class Record(NamedTuple):
+class BatchRecord(NamedTuple):
     """A record, with aiokafka's names."""
 
     offset: int
@@ -27,13 +27,13 @@ class Record(NamedTuple):
     checksum: None = None
 
 
-def read_records(batch: bytes) -> list[Record]:
+def read_records(batch: bytes) -> list[BatchRecord]:
     """The records of a batch of version 2 that is not compressed; raises Unreadable."""
     if len(batch) < _HEAD.size:
-        raise Unreadable(f"it has {len(batch)} bytes, fewer than the head of a batch")
+        raise UnreadableBatch(f"it has {len(batch)} bytes, fewer than the head of a batch")
     first, _, _, version, _, attributes, _, begun_at, newest_at, _, _, _, count = _HEAD.unpack_from(batch)
     if version != 2 or attributes & _CODEC_MASK:
-        raise Unreadable(f"version {version}, compression {attributes & _CODEC_MASK}")
+        raise UnreadableBatch(f"version {version}, compression {attributes & _CODEC_MASK}")
     by_broker = bool(attributes & _TIME_OF_BROKER)
     bytes_of = _Bytes(batch, _HEAD.size)
     records = []
@@ -47,14 +47,14 @@ def read_records(batch: bytes) -> list[Record]:
         for _ in range(bytes_of.varint()):
             name = bytes_of.sized()
             if name is None:
-                raise Unreadable("a header has no name")
+                raise UnreadableBatch("a header has no name")
             headers.append((name.decode(errors="backslashreplace"), bytes_of.sized()))
         if bytes_of.at != end:
-            raise Unreadable(f"a record of {size} bytes ends {bytes_of.at - end} bytes after its end")
+            raise UnreadableBatch(f"a record of {size} bytes ends {bytes_of.at - end} bytes after its end")
         at_ms = newest_at if by_broker else begun_at + after_ms
-        records.append(Record(first + delta, at_ms, int(by_broker), key, value, headers))
+        records.append(BatchRecord(first + delta, at_ms, int(by_broker), key, value, headers))
     if bytes_of.at != len(batch):
-        raise Unreadable(f"{len(batch) - bytes_of.at} bytes are left after the last record")
+        raise UnreadableBatch(f"{len(batch) - bytes_of.at} bytes are left after the last record")
     return records
 
 
@@ -66,7 +66,7 @@ class _Bytes:
 
     def take(self, size: int) -> bytes:
         if size < 0 or self.at + size > len(self._data):
-            raise Unreadable(f"{size} bytes are to be read at byte {self.at} of {len(self._data)}")
+            raise UnreadableBatch(f"{size} bytes are to be read at byte {self.at} of {len(self._data)}")
         self.at += size
         return self._data[self.at - size : self.at]
 
@@ -82,4 +82,4 @@ class _Bytes:
             if byte < 0x80:
                 return (number >> 1) ^ -(number & 1)
             shift += 7
-        raise Unreadable(f"a number at byte {self.at} does not end")
+        raise UnreadableBatch(f"a number at byte {self.at} does not end")

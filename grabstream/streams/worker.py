@@ -34,9 +34,9 @@ from grabstream.streams.clients import DoesNotStop, Trouble, in_words
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide
 from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
-from grabstream.streams.deciding.understanding import Authority
+from grabstream.streams.deciding.understanding import TopicAuthority
 from grabstream.streams.measures import WorkerMeasures
-from grabstream.streams.relaying.announcing import Change
+from grabstream.streams.relaying.announcing import RelayedShards
 from grabstream.streams.relaying.leases import Leases
 from grabstream.streams.relaying.recovery import Recovered, Snapshots
 from grabstream.streams.relaying.relay import Duty, ShardRelay, Step
@@ -140,7 +140,7 @@ class DecideRole:
 
     async def _decide(self, gate: Gate, stop: asyncio.Event) -> None:
         settings, topics = self._parts.settings, self._parts.topics
-        authority = Authority(topics, settings.operations_on_commands)
+        authority = TopicAuthority(topics, settings.operations_on_commands)
         reading: set[str] = set()
 
         def reads(topic: str) -> None:
@@ -171,7 +171,7 @@ class RelayOptions(NamedTuple):
     snapshots: Snapshots | None = None
     report_recovery: Callable[[Recovered], Any] | None = None
     relays: Callable[[Sequence[int]], None] = lambda shards: None
-    relays_change: Callable[[Change], None] = lambda change: None
+    relays_change: Callable[[RelayedShards], None] = lambda change: None
 
 
 class Sweeping(NamedTuple):

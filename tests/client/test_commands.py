@@ -3,11 +3,11 @@
 import pytest
 from pydantic import ValidationError
 
-from grabstream.client.commands import Commands
+from grabstream.client.commands import CommandMethods
 from grabstream.models.vocabulary import AnyCommand, Grab, Pause, Redeem
 
 
-class Made(Commands[AnyCommand, None]):
+class Made(CommandMethods[AnyCommand, None]):
     """A client whose methods return the commands that they would send."""
 
     def decide(self, command: AnyCommand) -> AnyCommand:

@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from grabstream import AsyncClient, Client, OutcomeUnknown, RequestProblem
-from grabstream.client.commands import Commands
+from grabstream.client.commands import CommandMethods
 from grabstream.client.exchange import error_in_words
 from grabstream.client.in_thread import InThread
 from grabstream.models.vocabulary import (
@@ -151,7 +151,7 @@ async def test_every_command_has_its_answer(client: Both, offer: str) -> None:
 
 def test_every_command_of_a_gateway_has_its_method() -> None:
     """Except `load` and `adjust`, which operators send with `decide`."""
-    methods = {name.rstrip("_") for name in vars(Commands) if not name.startswith("_")}
+    methods = {name.rstrip("_") for name in vars(CommandMethods) if not name.startswith("_")}
     types = {kind.model_fields["type"].default for kind in get_args(get_args(AnyCommand)[0])}
     assert methods - {"decide", "take_basket"} == types - {"load", "adjust"}
     public = {name for kind in (Client, InThread) for name in vars(kind) if not name.startswith("_")}

@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import Browser
 
 from grabstream.gateway.api_keys import digest_of, new_secret
-from grabstream.gateway.books import Books, open_books
+from grabstream.gateway.books import BooksReader, open_books
 from grabstream.gateway.callers import SCOPES
 from grabstream.models.identifiers import shard_of
 from grabstream.ops.connections.opening import checked_books
@@ -130,7 +130,7 @@ async def caller(door: Door) -> AsyncIterator[Caller]:
 
 
 @pytest.fixture
-async def books(door: Door) -> AsyncIterator[Books]:
+async def books(door: Door) -> AsyncIterator[BooksReader]:
     """The books, asked in this process."""
 
     async def check(connection: Any) -> None:

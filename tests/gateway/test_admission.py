@@ -14,9 +14,9 @@ from grabstream.gateway.key_sets import KeySet
 from grabstream.gateway.operations import OPERATIONS
 from grabstream.gateway.origins import Origins
 from grabstream.gateway.problems import Problem, Reply, retry_soon
-from grabstream.gateway.rates import Counters, MemoryCounters, read_rates
+from grabstream.gateway.rates import MemoryCounters, RequestCounters, read_rates
 from grabstream.gateway.requests import Request
-from grabstream.gateway.tokens import Tokens
+from grabstream.gateway.tokens import TokenVerifier
 from tests.support.issuer import AUDIENCE, ISSUER, key_set, token
 
 NOW_MS = time.time_ns() // 1_000_000
@@ -152,7 +152,7 @@ async def test_address_with_too_many_failures_is_refused_before_any_work(
 ) -> None:
     secret, other = new_secret(), new_secret()
     ring = await ring_of(row(secret), row(other, name="other"))
-    admission = Admission(ring, None, Counters(), CallerRates(failures=read_rates("3/hour")))
+    admission = Admission(ring, None, RequestCounters(), CallerRates(failures=read_rates("3/hour")))
     good, new = (b"Bearer " + one.encode() for one in (secret, other))
     assert await outcome(admission, good) == "admitted"
     found = [await outcome(admission, b"Bearer " + new_secret().encode()) for _ in range(5)]
@@ -177,7 +177,7 @@ async def test_proxy_that_is_not_among_the_settings_is_named_once(caplog: pytest
 
     async def send(proxies: list[str], *forwarded: bytes | None) -> list[str]:
         rates = CallerRates(failures=read_rates("2/hour"))
-        admission = Admission(ring, None, Counters(), rates, [ip_network(one) for one in proxies])
+        admission = Admission(ring, None, RequestCounters(), rates, [ip_network(one) for one in proxies])
         for one in forwarded:
             with pytest.raises(Problem):
                 await admission.admit(OFFERS, request(b"Bearer wrong", "10.0.0.7", one))
@@ -191,13 +191,13 @@ async def test_proxy_that_is_not_among_the_settings_is_named_once(caplog: pytest
     assert await send(["10.0.0.0/8"], *[b"203.0.113.5"] * 6) == [], "a proxy that is believed"
 
 
-async def tokens_of_issuer() -> Tokens:
+async def tokens_of_issuer() -> TokenVerifier:
     async def read() -> bytes:
         return key_set()
 
     keys = KeySet(read)
     await keys.refresh()
-    return Tokens(ISSUER, AUDIENCE, keys)
+    return TokenVerifier(ISSUER, AUDIENCE, keys)
 
 
 @pytest.mark.requirement("F5")
@@ -206,7 +206,9 @@ async def test_end_users_of_one_address_are_counted_together(caplog: pytest.LogC
     secret = new_secret()
     rates = CallerRates(user=read_rates("2/hour"), address=read_rates("5/hour"))
     proxies = [ip_network("10.0.0.0/8")]
-    admission = Admission(await ring_of(row(secret)), await tokens_of_issuer(), Counters(), rates, proxies)
+    admission = Admission(
+        await ring_of(row(secret)), await tokens_of_issuer(), RequestCounters(), rates, proxies
+    )
 
     async def outcomes(users: str, *where: Any) -> list[str]:
         texts = [f"Bearer {token(user)}".encode() for user in users]
@@ -227,7 +229,7 @@ async def test_end_users_of_one_address_are_counted_together(caplog: pytest.LogC
 async def test_what_the_issuer_has_signed_is_no_failure_of_its_address() -> None:
     """Old tokens of some users, or users whose names are no ids, keep nobody out."""
     rates = CallerRates(failures=read_rates("3/hour"))
-    admission = Admission(await ring_of(), await tokens_of_issuer(), Counters(), rates)
+    admission = Admission(await ring_of(), await tokens_of_issuer(), RequestCounters(), rates)
     of_issuer = [token("ann", exp=int(time.time()) - 60), token("auth0|ann"), token("ann@example.com")]
     for text in 3 * of_issuer:
         assert await outcome(admission, f"Bearer {text}".encode()) == "unauthenticated"
@@ -244,7 +246,7 @@ async def test_memory_of_addresses_and_credentials_is_bounded(monkeypatch: pytes
     monkeypatch.setattr("grabstream.gateway.admission.TOKENS_REMEMBERED_MAX", 10)
     found = [new_secret() for _ in range(30)]
     ring = await ring_of(*(row(secret, name=f"k{number}") for number, secret in enumerate(found)))
-    admission = Admission(ring, None, Counters(), CallerRates(failures=read_rates("1/minute")))
+    admission = Admission(ring, None, RequestCounters(), CallerRates(failures=read_rates("1/minute")))
     for number, secret in enumerate(found):
         assert await outcome(admission, b"Bearer " + secret.encode(), "198.51.100.1") == "admitted"
         for _ in range(2):
@@ -269,7 +271,7 @@ async def test_memory_of_addresses_and_credentials_is_bounded(monkeypatch: pytes
 )
 async def test_header_of_another_form_is_no_credential(authorization: bytes) -> None:
     secret = new_secret()
-    admission = Admission(await ring_of(row(secret)), None, Counters(), CallerRates())
+    admission = Admission(await ring_of(row(secret)), None, RequestCounters(), CallerRates())
     assert await outcome(admission, authorization.replace(b"%s", secret.encode())) == "unauthenticated"
     for good in (b"Bearer %s", b"bearer  %s", b"BEARER %s "):
         assert await outcome(admission, good.replace(b"%s", secret.encode())) == "admitted"
@@ -357,7 +359,7 @@ async def test_only_a_service_that_was_admitted_before_needs_no_waiting_for() ->
         row(ending, name="ending", scopes=["grab"]),
     ]
     ring = await ring_of(*rows)
-    admission = Admission(ring, None, Counters(), CallerRates())
+    admission = Admission(ring, None, RequestCounters(), CallerRates())
     assert not admission.admits_now(GRAB, grabbing(shop))
     for secret in (shop, ending):
         await admission.admit(GRAB, grabbing(secret))
@@ -380,7 +382,7 @@ async def test_only_a_service_that_was_admitted_before_needs_no_waiting_for() ->
 async def test_request_is_counted_once_whichever_way_it_goes() -> None:
     shop = new_secret()
     rates = read_rates("3/hour; 10/day")
-    counters = Counters()
+    counters = RequestCounters()
     ring = await ring_of(row(shop, scopes=["grab"]))
     admission = Admission(ring, None, counters, CallerRates(key=rates))
     await admission.admit(GRAB, grabbing(shop))

@@ -7,11 +7,11 @@ from typing import Any, cast
 import pytest
 
 from grabstream.gateway.app import Application, Bounds
-from grabstream.gateway.asking import Questions
+from grabstream.gateway.asking import QueryHandlers
 from grabstream.gateway.bounds import COMMAND_SECONDS_TARGET
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
-from grabstream.gateway.deciding import Commands
+from grabstream.gateway.deciding import CommandHandlers
 from grabstream.gateway.event_streams import EventStreams
 from grabstream.gateway.measures import NO_OPERATION
 from grabstream.gateway.problems import Reply
@@ -32,7 +32,7 @@ class Broken:
 
 def broken_application(broken: Broken, **options: Any) -> Application:
     return Application(
-        Commands(cast(Any, broken), 1_000), Questions(cast(Any, broken), Cache()),
+        CommandHandlers(cast(Any, broken), 1_000), QueryHandlers(cast(Any, broken), Cache()),
         Receipts(cast(Any, broken), 1_000), EventStreams(cast(Any, broken), 1),
         Watching(cast(Any, broken), Cache(), cast(Any, broken)), ChangesOfWebhooks(cast(Any, broken)),
         dict, Bounds(), **options,

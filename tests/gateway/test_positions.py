@@ -17,9 +17,9 @@ from psycopg import AsyncConnection
 from psycopg.sql import SQL, Identifier
 
 from grabstream.gateway import positions
-from grabstream.gateway.books import Books, open_books
+from grabstream.gateway.books import BooksReader, open_books
 from grabstream.gateway.bounds import POSITIONS_SECONDS
-from grabstream.gateway.positions import REACHED, WAITING_PLACES, WAITS, Positions
+from grabstream.gateway.positions import REACHED, WAITING_PLACES, WAITS, WaitingPositions
 from grabstream.gateway.problems import retry_soon
 from grabstream.ops.connections.opening import checked_books
 from tests.conftest import until
@@ -146,10 +146,10 @@ class Lists:
         return [{"place": int(user[1:])} for user in self.lists[parameters[0]][: parameters[1]]]
 
 
-class Told(Positions):
+class Told(WaitingPositions):
     """Positions with a stream for each of some users, which gets them in `got`."""
 
-    def __init__(self, books: Lists | Books, clock: Clock, *users: str) -> None:
+    def __init__(self, books: Lists | BooksReader, clock: Clock, *users: str) -> None:
         self.got: list[tuple[str, int]] = []
         self._clock = clock
         super().__init__(books, self._take)  # type: ignore[arg-type]

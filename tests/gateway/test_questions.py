@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from psycopg import AsyncConnection
 
-from grabstream.gateway.asking import Questions
+from grabstream.gateway.asking import QueryHandlers
 from grabstream.gateway.books import open_books
 from grabstream.gateway.bounds import AFTER_SECONDS_MAX, CACHE_SECONDS
 from grabstream.gateway.caching import Cache
@@ -135,7 +135,7 @@ async def test_random_order_is_stable_for_a_visitor(caller: Caller, offer: str) 
 
 
 @asynccontextmanager
-async def counted(door: Door) -> AsyncIterator[tuple[Questions, list[str]]]:
+async def counted(door: Door) -> AsyncIterator[tuple[QueryHandlers, list[str]]]:
     """Questions to the read models of a door, and the queries that they make."""
 
     async def check(connection: Any) -> None:
@@ -150,17 +150,17 @@ async def counted(door: Door) -> AsyncIterator[tuple[Questions, list[str]]]:
             return await read(query, parameters)
 
         books.rows = rows  # type: ignore[method-assign]
-        yield Questions(books, Cache()), queries
+        yield QueryHandlers(books, Cache()), queries
 
 
-async def list_of(questions: Questions, query: str) -> Any:
+async def list_of(questions: QueryHandlers, query: str) -> Any:
     scope = {"query_string": query.encode(), "raw_path": b"/v1/offers", "headers": []}
     reply = await questions.offers(Request(scope, Any, {}), b"")
     assert reply.status == 200
     return json.loads(reply.body)
 
 
-async def pages_of(questions: Questions, query: str) -> list[Any]:
+async def pages_of(questions: QueryHandlers, query: str) -> list[Any]:
     found = []
     page = await list_of(questions, query)
     while True:
@@ -500,7 +500,7 @@ async def test_question_waits_unless_nobody_has_the_event(
             return in_redis
 
     books = Lagging(in_books)
-    questions = Questions(cast(Any, books), Cache(), reached=cast(Any, OneShard()))
+    questions = QueryHandlers(cast(Any, books), Cache(), reached=cast(Any, OneShard()))
     if waits:
         assert await list_of(questions, "after=3-17") == {"offers": []}
         assert books.asked == [0, AFTER_SECONDS_MAX]

@@ -18,7 +18,7 @@ from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.bounds import CACHE_STALE_SECONDS_MAX, SHARED_ANSWER_BYTES_MAX
 from grabstream.gateway.cache_server import CacheServer
 from grabstream.gateway.caching import Cache
-from grabstream.gateway.rates import Counters, read_rates
+from grabstream.gateway.rates import RequestCounters, read_rates
 from grabstream.gateway.shared_answers import LIFE_MS, SharedAnswers
 from grabstream.ops.connections.cache_redis import open_cache
 from grabstream.ops.connections.opening import checked_books
@@ -268,7 +268,7 @@ async def test_full_server_stays_in_use_for_what_it_has(
                 name = {"offer": f"o{number}"}
                 got = await gateway_of(server).document("offer", name, source.make)
                 assert got.body == b"%d" % (number + 2)
-            counters = Counters(server, "p")
+            counters = RequestCounters(server, "p")
             assert [
                 await counters.hit(read_rates("2/hour"), "key", "a") > 0 for _ in range(4)
             ] == [False, False, True, True]  # fmt: skip

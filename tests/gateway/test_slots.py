@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import pytest
 
 from grabstream.gateway.app import Application, Bounds
-from grabstream.gateway.asking import Questions
+from grabstream.gateway.asking import QueryHandlers
 from grabstream.gateway.bounds import (
     AFTER_WAITERS_CALLER_MAX,
     AFTER_WAITERS_MAX,
@@ -25,7 +25,7 @@ from grabstream.gateway.bounds import (
 )
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
-from grabstream.gateway.deciding import Commands
+from grabstream.gateway.deciding import CommandHandlers
 from grabstream.gateway.event_streams import EventStreams
 from grabstream.gateway.operations import Operation
 from grabstream.gateway.receipts import Receipts
@@ -76,7 +76,7 @@ class Door:
         books = cast(Any, self.books)
         self._kind = kind
         self.application = Application(
-            Commands(books, 1_000), Questions(books, self.cache), Receipts(books, 1_000),
+            CommandHandlers(books, 1_000), QueryHandlers(books, self.cache), Receipts(books, 1_000),
             EventStreams(books, 1), Watching(books, Cache(), books), ChangesOfWebhooks(books), dict, Bounds(),
             admission=None if kind == "address" else cast(Any, ByHeader()),
             proxies=[ip_network("127.0.0.1")],

@@ -23,7 +23,7 @@ from grabstream.gateway import key_sets
 from grabstream.gateway.bounds import KEY_SET_BYTES_MAX, TOKEN_BYTES_MAX, TOKENS_REMEMBERED_MAX
 from grabstream.gateway.key_sets import BadKeySet, KeySet, keys_of, reader_of
 from grabstream.gateway.problems import Problem
-from grabstream.gateway.tokens import BadToken, Tokens, UnusableToken, UserNames
+from grabstream.gateway.tokens import BadToken, TokenVerifier, UnusableToken, UserNames
 from grabstream.models.identifiers import ID_PATTERN
 from grabstream.models.pseudonyms import user_of
 from tests.support.flooding import flooding
@@ -167,17 +167,17 @@ SIGNED: Final = [
 
 
 @pytest.fixture
-async def tokens(key_ring: KeySet) -> Tokens:
+async def tokens(key_ring: KeySet) -> TokenVerifier:
     """Tokens of the issuer, whose keys are known."""
-    return Tokens(ISSUER, AUDIENCE, key_ring)
+    return TokenVerifier(ISSUER, AUDIENCE, key_ring)
 
 
-async def test_token_is_read_as_it_is_written(tokens: Tokens) -> None:
+async def test_token_is_read_as_it_is_written(tokens: TokenVerifier) -> None:
     assert (await tokens.caller_of(claiming(CLAIMING).encode())).user == "ann"
 
 
 @pytest.mark.parametrize("key_id", KEYS)
-async def test_good_token_names_its_user(tokens: Tokens, key_id: str) -> None:
+async def test_good_token_names_its_user(tokens: TokenVerifier, key_id: str) -> None:
     text = token("ann", key_id, aud=["other", AUDIENCE], nbf=now(-1)).encode()
     for _ in range(2):
         caller = await tokens.caller_of(text)
@@ -198,7 +198,7 @@ async def key_ring() -> KeySet:
 
 @pytest.mark.parametrize("name", ["auth0|5f7c8ec7", "ann@example.org", "\u0430nn", "..", "a" * 255, "sub:x"])
 async def test_a_name_that_is_no_id_gives_one_under_a_key(key_ring: KeySet, name: str) -> None:
-    tokens = Tokens(ISSUER, AUDIENCE, key_ring, UserNames(key=USER_KEY))
+    tokens = TokenVerifier(ISSUER, AUDIENCE, key_ring, UserNames(key=USER_KEY))
     for _ in range(2):
         caller = await tokens.caller_of(token(name).encode())
         assert caller.user == caller.name == user_of(name, USER_KEY)
@@ -212,7 +212,7 @@ async def test_a_name_that_is_no_id_gives_one_under_a_key(key_ring: KeySet, name
 
 async def test_another_claim_names_the_user(key_ring: KeySet) -> None:
     """Whatever `sub` is, or if there is none."""
-    tokens = Tokens(ISSUER, AUDIENCE, key_ring, UserNames("https://login.example.com/user", USER_KEY))
+    tokens = TokenVerifier(ISSUER, AUDIENCE, key_ring, UserNames("https://login.example.com/user", USER_KEY))
 
     async def user_of_claim(sub: Any, claim: Any) -> str | None:
         text = token(sub, **{"https://login.example.com/user": claim})
@@ -231,7 +231,7 @@ async def test_another_claim_names_the_user(key_ring: KeySet) -> None:
 
 
 @pytest.mark.parametrize("name", FORGED)
-async def test_forged_token_is_refused(tokens: Tokens, name: str) -> None:
+async def test_forged_token_is_refused(tokens: TokenVerifier, name: str) -> None:
     text = FORGED[name]().encode()
     for _ in range(2):
         with pytest.raises(BadToken) as refused:
@@ -250,7 +250,7 @@ async def test_forged_token_is_refused(tokens: Tokens, name: str) -> None:
 
 
 async def test_size_is_checked_before_anything_is_decoded(
-    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+    tokens: TokenVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*words: Any, **options: Any) -> Any:
         raise AssertionError("decoded")
@@ -262,7 +262,7 @@ async def test_size_is_checked_before_anything_is_decoded(
 
 
 async def test_signature_is_verified_once_and_times_always(
-    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+    tokens: TokenVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verified = []
     decode = jwt.decode
@@ -280,7 +280,7 @@ async def test_signature_is_verified_once_and_times_always(
     assert len(verified) == 1
 
 
-async def test_remembered_tokens_are_bounded(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_remembered_tokens_are_bounded(tokens: TokenVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grabstream.gateway.tokens.TOKENS_REMEMBERED_MAX", 3)
     for number in range(6):
         await tokens.caller_of(token(f"u{number}", "ed").encode())
@@ -355,9 +355,9 @@ async def server() -> AsyncIterator[KeyServer]:
         yield one
 
 
-def tokens_of(server: KeyServer) -> tuple[Tokens, KeySet]:
+def tokens_of(server: KeyServer) -> tuple[TokenVerifier, KeySet]:
     keys = KeySet(reader_of(server.url))
-    return Tokens(ISSUER, AUDIENCE, keys), keys
+    return TokenVerifier(ISSUER, AUDIENCE, keys), keys
 
 
 async def test_new_key_is_known_when_it_is_first_used(

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 
 from grabstream.gateway import asking
-from grabstream.gateway.books import Books
+from grabstream.gateway.books import BooksReader
 from grabstream.gateway.caching import Cache
 from grabstream.models.outcomes import Outcome
 from tests.conftest import until
@@ -164,7 +164,7 @@ async def test_waiting_list_is_in_order(caller: Caller, offer: str) -> None:
 
 @pytest.mark.long
 async def test_who_waits_is_told_the_position(
-    caller: Caller, door: Door, books: Books, offer: str, monkeypatch: pytest.MonkeyPatch
+    caller: Caller, door: Door, books: BooksReader, offer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of grabs before it that still wait; the list is read once for all."""
     await caller.open(offer, **{**SALE, "total": 1, "waiting_list": True})
@@ -195,7 +195,7 @@ async def test_who_waits_is_told_the_position(
         return await ask_books(query, parameters)
 
     monkeypatch.setattr(books, "rows", counted)
-    questions = asking.Questions(books, Cache(60))
+    questions = asking.QueryHandlers(books, Cache(60))
     found = {}
     for user, place in known:
         [row] = await books.rows("SELECT state, place FROM grabs WHERE user_id = %s", [user])

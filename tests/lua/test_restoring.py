@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grabstream.lua.restoring import PARTS_MAX, Applicable, Parts, in_columns, last_seq
+from grabstream.lua.restoring import PARTS_MAX, Applicable, PlainGrabs, in_columns, last_seq
 from grabstream.models.events import AnyEvent, GrabGranted, OfferPaused
 from grabstream.models.runs import AnyLine, GrantedRun, singles
 
@@ -54,7 +54,7 @@ def in_singles(events: Sequence[Applicable]) -> list[AnyEvent]:
     """What the script makes of columns, as single events; without what columns leave out."""
     found: list[AnyEvent] = []
     for event in events:
-        if not isinstance(event, Parts):
+        if not isinstance(event, PlainGrabs):
             found.append(event)
             continue
         times = [at for at, count in event.times for _ in range(count)]
@@ -96,7 +96,7 @@ def test_columns_stand_for_the_same_events(lines: list[AnyLine], after: int) -> 
             )
         assert one == of_line
     for event in events:
-        if isinstance(event, Parts):
+        if isinstance(event, PlainGrabs):
             assert 1 <= len(event.grabs) <= PARTS_MAX
             assert last_seq(event) == event.last_seq
 
@@ -104,7 +104,7 @@ def test_columns_stand_for_the_same_events(lines: list[AnyLine], after: int) -> 
 def test_columns_hold_what_follows_each_other_in_one_envelope() -> None:
     lines = [run(1, 7, "a", 2, {}, True), run(3, 7, "a", 1, {}, True), run(4, 9, "b", 1, {}, True)]
     first, second = in_columns(lines, 1)
-    assert isinstance(first, Parts)
+    assert isinstance(first, PlainGrabs)
     assert (first.seq, first.times, first.grabs, first.place) == (2, [(7, 1), (7, 1)], ["g2", "g3"], 3)
-    assert isinstance(second, Parts)
+    assert isinstance(second, PlainGrabs)
     assert (second.offer, second.seq) == ("b", 4)

@@ -44,7 +44,7 @@ from grabstream.streams.clients import started
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics
 from grabstream.workshop.services import SecureServices, free_ports
-from grabstream.workshop.services.certificates import Authority, Certificate
+from grabstream.workshop.services.certificates import Certificate, CertificateAuthority
 from grabstream.workshop.services.cluster import join_redis
 from grabstream.workshop.services.secure import ADMINISTRATOR, HOST, SecureRedis, TokenIssuer
 from tests.conftest import until, wait_until
@@ -191,7 +191,7 @@ async def test_a_refusal_names_the_setting_and_the_fix(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    other = Authority(tmp_path)
+    other = CertificateAuthority(tmp_path)
     other.certificate("unused")
     [name, *_] = changed
     given = environment.get(name, "")
@@ -227,7 +227,7 @@ async def test_a_refusal_names_the_setting_and_the_fix(
 async def test_certificates_that_ended_or_are_of_another_host_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    authority = Authority(tmp_path / "authority")
+    authority = CertificateAuthority(tmp_path / "authority")
     for name, certificate, words in (
         ("ended", authority.certificate("ended", ("127.0.0.1",), days=-1), "has expired"),
         ("other", authority.certificate("other", ("redis.example.com",)), "for another host"),
@@ -403,11 +403,11 @@ async def test_a_certificate_that_kafka_refuses_is_named(
 
 def wrong_certificates(secured: SecureServices, folder: Path) -> dict[str, Certificate | None]:
     """What a client may have in place of its certificate."""
-    other = Authority(folder / "other", "another authority").certificate(ADMINISTRATOR)
+    other = CertificateAuthority(folder / "other", "another authority").certificate(ADMINISTRATOR)
     return {
         "none": None,
         "of another authority": other,
-        "of an authority of the same name": Authority(folder / "same").certificate(ADMINISTRATOR),
+        "of an authority of the same name": CertificateAuthority(folder / "same").certificate(ADMINISTRATOR),
         "with another key": secured.authority.certificate(ADMINISTRATOR)._replace(key=other.key),
     }
 
@@ -508,7 +508,7 @@ async def test_a_client_that_redis_refuses_is_told_why(
     wrong = wrong_certificates(secured, tmp_path)
     named = on_cluster(environment, certified_redis, wrong.get(which, own))
     if which == "authority":
-        other = Authority(tmp_path / "another")
+        other = CertificateAuthority(tmp_path / "another")
         other.certificate("unused")
         named["redis_ca"] = str(other.ca)
     elif which == "password":

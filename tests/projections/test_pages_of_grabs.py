@@ -14,7 +14,7 @@ from psycopg.rows import dict_row
 from psycopg.sql import Literal
 
 from grabstream.gateway import filming
-from grabstream.gateway.asking import Questions
+from grabstream.gateway.asking import QueryHandlers
 from grabstream.gateway.books import PLANNING, Row
 from grabstream.gateway.bounds import SHUFFLED_OFFERS_MAX
 from grabstream.gateway.caching import Cache
@@ -132,7 +132,7 @@ async def books(settings: Settings, request: pytest.FixtureRequest) -> AsyncIter
 
 async def page_of(books: Explained, offer: str, query: str) -> Any:
     scope = {"query_string": query.encode(), "raw_path": offer.encode(), "headers": []}
-    questions = Questions(books, Cache())  # type: ignore[arg-type]
+    questions = QueryHandlers(books, Cache())  # type: ignore[arg-type]
     return json.loads((await questions.offer_grabs(Request(scope, Any, {"offer": offer}), b"")).body)
 
 
@@ -159,7 +159,7 @@ async def test_pages_are_read_from_indexes_without_a_sort(books: Explained, offe
 
 async def test_pages_of_offers_are_read_from_an_index_without_a_sort(books: Explained) -> None:
     """Also those in a random order, of which only names are kept."""
-    questions = Questions(books, Cache())  # type: ignore[arg-type]
+    questions = QueryHandlers(books, Cache())  # type: ignore[arg-type]
     found: dict[str, list[str]] = {}
     for order in ("order=newest", "order=random&visitor=ann"):
         cursor, names = "", found.setdefault(order, [])

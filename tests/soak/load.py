@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from grabstream.client.commands import Commands
+from grabstream.client.commands import CommandMethods
 from grabstream.client.exchange import RequestProblem
 from grabstream.client.over_http import AsyncClient
 from grabstream.lua.gate.gate import Gate
@@ -41,10 +41,10 @@ EXPECTED: Final = {
     "close": {"closed"},
 }
 
-Client = Commands[Coroutine[Any, Any, Any], Any]
+Client = CommandMethods[Coroutine[Any, Any, Any], Any]
 
 
-class GateClient(Commands[Coroutine[Any, Any, Any], Any]):
+class GateClient(CommandMethods[Coroutine[Any, Any, Any], Any]):
     """A gate of this process, as the other clients are used."""
 
     def __init__(self, gate: Gate) -> None:

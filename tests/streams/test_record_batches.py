@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import grabstream
 from grabstream.ops.settings import Settings
-from grabstream.streams.journal import Record as JournalRecord
-from grabstream.streams.journal import open_reader
+from grabstream.streams.journal import JournalRecord, open_reader
 from grabstream.streams.kafka_internals import Records
 from grabstream.streams.record_batches import read_records
 from grabstream.streams.topics import make_topics

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.brokers import Login, NoToken, TokenRefused, Tokens
+from grabstream.streams.brokers import AccessTokens, Login, NoToken, TokenRefused
 from tests.support.flooding import flooding
 from tests.support.web_servers import serving
 
@@ -28,7 +28,7 @@ async def test_an_issuer_that_is_away_is_asked_again_and_one_that_refuses_is_not
     application.router.add_post("/token", issuer.answer)
     async with serving(application) as port:
         login = Login("SASL_SSL", "OAUTHBEARER", "id", "secret", token_url=f"http://127.0.0.1:{port}/token")
-        tokens = Tokens(login)
+        tokens = AccessTokens(login)
         for status, refused in ((500, False), (503, False), (429, False), (400, True), (401, True)):
             issuer.status = status
             with pytest.raises(NoToken, match=f"answered {status}$") as raised:
@@ -41,7 +41,7 @@ async def test_an_issuer_that_is_away_is_asked_again_and_one_that_refuses_is_not
         assert await tokens.token() == "t"
         assert issuer.asked_by == f"Basic {b64encode(b'id:secret').decode()}"
     with pytest.raises(NoToken, match="cannot be reached") as away:
-        await Tokens(login).token()
+        await AccessTokens(login).token()
     assert not isinstance(away.value, TokenRefused)
     assert is_trouble(away.value)
 
@@ -50,4 +50,4 @@ async def test_an_issuer_that_never_ends_its_answer_is_refused() -> None:
     async with flooding("interim") as flood:
         login = Login("SASL_SSL", "OAUTHBEARER", "id", "s", token_url=f"http://127.0.0.1:{flood.port}/token")
         with pytest.raises(TokenRefused, match="the answer has more than"):
-            await Tokens(login).token()
+            await AccessTokens(login).token()

@@ -26,7 +26,7 @@ from grabstream.models.journal import (
     marker_headers,
 )
 from grabstream.models.runs import decode_line
-from grabstream.streams.journal import Record
+from grabstream.streams.journal import JournalRecord
 from grabstream.streams.journal_keys import JournalKeys, Signer
 from grabstream.streams.projecting.follower import Decoded
 from tests.support.runs import as_lines
@@ -360,14 +360,16 @@ def _bytes(value: Any) -> bytes | None:
     return None if value is None else str(value).encode()
 
 
-def read_dump(text: str) -> list[Record]:
+def read_dump(text: str) -> list[JournalRecord]:
     """The records of a dump, as a consumer returns them."""
     records = []
     for line in text.split("\n")[:-1]:
         found = json.loads(line)
         flat = iter(found["headers"])
         headers: Any = [(name, _bytes(value)) for name, value in zip(flat, flat, strict=True)]
-        records.append(Record(found["partition"], found["offset"], headers, _bytes(found["payload"]) or b""))
+        records.append(
+            JournalRecord(found["partition"], found["offset"], headers, _bytes(found["payload"]) or b"")
+        )
     return records
 
 
@@ -376,7 +378,7 @@ def keys_text(names: Iterable[str]) -> str:
     return ",".join(f"{name}:{PUBLIC[name]}" for name in names)
 
 
-def verdict_of(records: Iterable[Record], keys: str, topic: str = TOPIC) -> dict[str, Any]:
+def verdict_of(records: Iterable[JournalRecord], keys: str, topic: str = TOPIC) -> dict[str, Any]:
     """What the readers of this project find in records: they decode them so, and follow them so."""
     known = JournalKeys.from_text("", keys)
     cursors: dict[int, Cursor] = {}

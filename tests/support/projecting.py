@@ -13,7 +13,7 @@ from psycopg import AsyncConnection
 
 from grabstream.models.journal import GENESIS, block_headers, chain, marker_headers
 from grabstream.ops.settings import Settings
-from grabstream.streams.journal import Record
+from grabstream.streams.journal import JournalRecord
 from grabstream.streams.projecting.agents import make_projectors
 from grabstream.streams.projecting.projector import Projector
 from grabstream.streams.topics import Topics
@@ -48,11 +48,11 @@ class JournalWriter:
 
     def __init__(self, settings: Settings, producer: AIOKafkaProducer, shard: int = SHARD) -> None:
         self._topic, self._producer, self._shard = Topics(settings.prefix).journal, producer, shard
-        self.records: list[Record] = []
+        self.records: list[JournalRecord] = []
 
     async def _send(self, headers: list[tuple[str, bytes]], value: bytes) -> None:
         sent = await self._producer.send_and_wait(self._topic, value, partition=self._shard, headers=headers)
-        self.records.append(Record(self._shard, sent.offset, tuple(headers), value))
+        self.records.append(JournalRecord(self._shard, sent.offset, tuple(headers), value))
 
     async def marker(self, term: int, owner: str) -> None:
         await self._send(marker_headers(self._shard, term, owner), b"")

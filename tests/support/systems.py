@@ -10,7 +10,7 @@ from unittest import mock
 from psycopg import AsyncConnection
 
 from grabstream.ops import initialization
-from grabstream.ops.initialization import Made
+from grabstream.ops.initialization import Initialized
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.migrate import migrate, use_schema
 from grabstream.projections.database.sessions import connect
@@ -23,7 +23,7 @@ _PLAIN = re.compile(r"[a-z][a-z0-9_]*")
 _DUMPS: dict[tuple[str, int], tuple[str, list[str]]] = {}
 
 
-async def make_system(settings: Settings, *arguments: Any, **options: Any) -> Made:
+async def make_system(settings: Settings, *arguments: Any, **options: Any) -> Initialized:
     """`grabstream.ops.initialization.make_system`, faster for a new schema."""
 
     async def copied(connection: AsyncConnection[Any], schema: str, shards: int) -> list[str]:

@@ -150,7 +150,7 @@ class Calls:
         journaled_seq: int,
         plain: Collection[str] | None = None,
         built: ScriptCall | None = None,
-    ) -> encoding.Reply:
+    ) -> encoding.ScriptReply:
         """Returns the reply that has the rows of the commands and the history of the shard. The call must be
         decided in a history (0: any), by a server that has events up to `journaled_seq`. `plain` are the
         offers of the commands, if all are plain grabs; `built` is what `draw` has made of them.

@@ -101,7 +101,7 @@ class GrantRun(msgspec.Struct, frozen=True, array_like=True):
     amounts: str
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class ScriptReply(msgspec.Struct, frozen=True, array_like=True):
     """A script's reply: code 0 with history and rows, and a run of grants that comes before the rows; or the
     code of the call's refusal, with retry_at and message.
     """
@@ -148,7 +148,7 @@ def confirmed_answers(shard: int, commands: Sequence[Confirm], rows: Sequence[Se
 
 _named_by_confirm = attrgetter("id", "grab", "user", "offer")
 
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_reply = msgspec.msgpack.Decoder(ScriptReply).decode
 
 
 class CallOffers:

@@ -742,7 +742,7 @@ class Gate:
         shard: ShardQueue,
         entries: list[QueueEntry],
         commands: Sequence[AnyCommand],
-        reply: encoding.Reply,
+        reply: encoding.ScriptReply,
         seconds: float,
     ) -> list[QueueEntry]:
         """Answers the commands that a call of `seconds` decided; returns entries of the commands that did not

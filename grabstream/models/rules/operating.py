@@ -58,7 +58,7 @@ from grabstream.models.rules.state import (
     Drawn,
     Offer,
     Remembered,
-    RetiredOffer,
+    Retirement,
     ShardState,
     answer_to,
     answered,
@@ -390,7 +390,7 @@ def _retire(state: ShardState, offer: Offer, now: int) -> None:
     """
     del state.offers[offer.name]
     state.retired.add(offer.name)
-    state.past[offer.name] = RetiredOffer(offer.offer_seq, now)
+    state.past[offer.name] = Retirement(offer.offer_seq, now)
     for key in [
         key
         for key, kept in state.answers.items()

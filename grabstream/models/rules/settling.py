@@ -45,8 +45,8 @@ from grabstream.models.rules.state import (
     Decided,
     Offer,
     OrderUse,
-    Payment,
     PieceGrab,
+    SettledPayment,
     ShardState,
     Status,
     answer_to,
@@ -243,7 +243,7 @@ def _repeated_payment(
         return None
     known, basket = _known_payment(state, command.offer, command.payment, now), grab and grab.basket
     if known is not None and (known.offer, known.grab) == (command.offer, command.grab):
-        here: Payment | None = known
+        here: SettledPayment | None = known
     else:
         is_looked_up = known is not None or basket is not None
         here = _known_payment(state, command.offer, _part_field(command), now) if is_looked_up else None
@@ -258,18 +258,23 @@ def _repeated_payment(
     return _again(state, command, Outcome(here.code), (here.seq, here.at), quantity=here.quantity or None)
 
 
-def _is_same(command: Confirm, known: Payment) -> bool:
+def _is_same(command: Confirm, known: SettledPayment) -> bool:
     other_quantity = command.quantity is not None and known.quantity and command.quantity != known.quantity
     return _money_of(command) == (known.paid, known.currency) and not other_quantity
 
 
-def _known_payment(state: ShardState, offer: str, field: str, now: int) -> Payment | None:
+def _known_payment(state: ShardState, offer: str, field: str, now: int) -> SettledPayment | None:
     known = state.payments.get((campaign_of(offer), field))
     return known if known is not None and state.knows_payments_of(known.offer, now) else None
 
 
 def _refuse_known(
-    state: ShardState, command: Confirm, offer: Offer | None, here: Payment | None, digest: str, now: int
+    state: ShardState,
+    command: Confirm,
+    offer: Offer | None,
+    here: SettledPayment | None,
+    digest: str,
+    now: int,
 ) -> Decided:
     """Refuses a payment whose id is recorded for something else; `here` is its record for this grab. What a
     receipt says that came beyond what is recorded for the grab is to be paid back. Without a receipt, nothing
@@ -286,7 +291,7 @@ def _refuse_known(
     if not is_signed(command) or not can_be_booked or command.paid <= total:
         return _refuse(state, command, Outcome.conflict, now, **rest)
     event = _refund_due(state, command, offer, None, Outcome.conflict, command.paid - total, digest, now)
-    state.payments[campaign_of(command.offer), _conflict_field(command)] = Payment(
+    state.payments[campaign_of(command.offer), _conflict_field(command)] = SettledPayment(
         command.offer, command.grab, int(Outcome.conflict), event.seq, now, 0,
         event.amount + (booked.paid if booked is not None else 0), event.asset,
     )  # fmt: skip
@@ -307,7 +312,7 @@ def recorded_sum(state: ShardState, command: Confirm, now: int) -> int:
     )
 
 
-def _keep_payment(state: ShardState, command: Confirm, payment: Payment) -> None:
+def _keep_payment(state: ShardState, command: Confirm, payment: SettledPayment) -> None:
     """Records a payment; of a grab of a basket also as that of the grab, since others may follow."""
     campaign = campaign_of(command.offer)
     state.payments[campaign, command.payment or ""] = payment
@@ -334,7 +339,7 @@ def _money_of(command: Confirm) -> tuple[int, str]:
     return command.paid, (command.currency or "") if command.paid else ""
 
 
-def _conflict_message(known: Payment) -> str:
+def _conflict_message(known: SettledPayment) -> str:
     money = f"{known.paid} {known.currency}" if known.paid else "nothing paid"
     units = f" for {known.quantity} units" if known.quantity else ""
     return (
@@ -390,7 +395,7 @@ def _confirmed(
     grab.confirmed = (event.seq, now)
     if command.payment is not None:
         grab.payments.append((command.payment, quantity))
-        payment = Payment(
+        payment = SettledPayment(
             offer.name, command.grab, int(Outcome.confirmed), event.seq, now, quantity, *_money_of(command),
             grab.basket or "",
         )  # fmt: skip
@@ -415,7 +420,7 @@ def _unserved(
     if command.payment is None or not command.paid:
         return _refuse(state, command, outcome, now, **rest)
     event = _refund_due(state, command, offer, grab, outcome, command.paid, digest, now)
-    payment = Payment(
+    payment = SettledPayment(
         command.offer, command.grab, int(outcome), event.seq, now, 0, *_money_of(command), event.basket or ""
     )
     _keep_payment(state, command, payment)

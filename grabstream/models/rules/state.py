@@ -68,7 +68,7 @@ class CountedUnits(NamedTuple):
     under: tuple[LimitCounter, ...]
 
 
-class Payment(NamedTuple):
+class SettledPayment(NamedTuple):
     """The result of a payment: the outcome's code for its grab, the event that records it, and the money.
 
     `quantity` is 0 if the payment was not served. `basket` is that of the grab, or ''.
@@ -93,7 +93,7 @@ class OrderUse(NamedTuple):
     at: int
 
 
-class RetiredOffer(NamedTuple):
+class Retirement(NamedTuple):
     """The remains of a retired offer: its last `offer_seq`, and when it retired (ms since 1970 UTC)."""
 
     offer_seq: int
@@ -247,12 +247,12 @@ class ShardState:
     time: int = 0
     offers: dict[str, Offer] = field(default_factory=dict)
     retired: set[str] = field(default_factory=set)
-    past: dict[str, RetiredOffer] = field(default_factory=dict)
+    past: dict[str, Retirement] = field(default_factory=dict)
     #: By `answer_key`. `refusals`: by `identity_of`.
     answers: dict[tuple[str, str], Remembered] = field(default_factory=dict)
     refusals: OrderedDict[tuple[str, ...], Remembered] = field(default_factory=OrderedDict)
     demand: Counter[tuple[int, int, str]] = field(default_factory=Counter)
-    payments: dict[tuple[str, str], Payment] = field(default_factory=dict)
+    payments: dict[tuple[str, str], SettledPayment] = field(default_factory=dict)
     counters: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     #: `tickets`: (campaign, single-use ticket that was used) → when the ticket ends. `zones`: campaign → the
     #: time zone in which its limits count.

@@ -75,7 +75,7 @@ class TermChange(NamedTuple):
         return not self.offers or offer in self.offers
 
 
-class Difference(NamedTuple):
+class CommandDifference(NamedTuple):
     """A command with another outcome, or other numbers, under the changed terms. `at` is the time (ms since
     1970 UTC) of its event.
     """
@@ -120,7 +120,7 @@ class Twins:
         self._together: set[_Key] = set()
         self._is_amended = change.since is None
         self.commands = self.not_sent = 0
-        self.differences: list[Difference] = []
+        self.differences: list[CommandDifference] = []
         self.recorded: dict[str, Numbers] = {}
         self.changed: dict[str, Numbers] = {}
         self.users = UserChanges()
@@ -269,7 +269,7 @@ class Twins:
         self, event: AnyEvent, cause: AnyCommand, before: dict[str, Any], after: dict[str, Any]
     ) -> None:
         if before != after:
-            self.differences.append(Difference(event.at, event.seq, cause, before, after))
+            self.differences.append(CommandDifference(event.at, event.seq, cause, before, after))
 
     def _require_opened(self, command: Open, decided: Decided) -> None:
         if not decided.answer.positive:

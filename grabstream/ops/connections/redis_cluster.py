@@ -57,7 +57,7 @@ T = TypeVar("T")
 OpenServer = Callable[[str, int], Redis]
 
 
-class Server(NamedTuple):
+class ClusterServer(NamedTuple):
     """A server of the cluster and its client."""
 
     host: str
@@ -102,7 +102,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
 
     def __init__(self, addresses: Sequence[tuple[str, int]], open_server: OpenServer) -> None:
         self._open_server = open_server
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, ClusterServer] = {}
         self._first = [self._server(host, port).name for host, port in addresses]
         self._slots: _Slots | None = None
         self._learning: asyncio.Task[None] | None = None
@@ -129,7 +129,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         """
         slot = slot_of(key_of(args))
         await self.load_slots()
-        asked: Server | None = None
+        asked: ClusterServer | None = None
         for _ in range(REDIRECTIONS_MAX):
             server = asked or self.server_of(slot)
             sent = (
@@ -184,7 +184,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         if self._slots is None:
             await asyncio.shield(self._learn())
 
-    def server_of(self, slot: int) -> Server:
+    def server_of(self, slot: int) -> ClusterServer:
         """The server that has a slot; raises ConnectionError when no server has it."""
         name = self._slots.owners[slot] if self._slots else None
         if name is None:
@@ -201,11 +201,11 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         await self.execute_command("EXISTS", key)  # follows a redirection
         return self.server_of(slot_of(key)).client
 
-    def masters(self) -> list[Server]:
+    def masters(self) -> list[ClusterServer]:
         """The masters."""
         return [self._servers[name] for name in self._slots.masters] if self._slots else []
 
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[ClusterServer]:
         """The masters and their replicas."""
         return (
             [self._servers[name] for name in (*self._slots.masters, *self._slots.replicas)]
@@ -243,13 +243,13 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
                 raise ConnectionError("the connection was closed while it was used") from error
             raise
 
-    def _server(self, host: str, port: int) -> Server:
+    def _server(self, host: str, port: int) -> ClusterServer:
         name = f"{host}:{port}"
         if name not in self._servers:
-            self._servers[name] = Server(host, port, self._open_server(host, port))
+            self._servers[name] = ClusterServer(host, port, self._open_server(host, port))
         return self._servers[name]
 
-    def _moved(self, error: MovedError, server: Server) -> None:
+    def _moved(self, error: MovedError, server: ClusterServer) -> None:
         """Takes over which server has a slot, as a redirection names it."""
         owner = self._server(_host(error.host, server), error.port).name
         if self._slots is not None and self._slots.owners[error.slot_id] != owner:
@@ -290,7 +290,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             raise ConnectionError(f"no server of the Redis Cluster answers: {reason}")
         self._adopt(best)
 
-    async def _ask(self, server: Server) -> _Slots | BaseException:
+    async def _ask(self, server: ClusterServer) -> _Slots | BaseException:
         try:
             async with asyncio.timeout(LEARN_SECONDS_MAX):
                 reply = await server.client.execute_command("CLUSTER SLOTS")
@@ -369,7 +369,7 @@ class ClusterCommands(AsyncCoreCommands):  # type: ignore[misc]
     async def _replies(
         self, commands: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], raise_on_error: bool
     ) -> list[Any]:
-        indexes_by_server: dict[Server, list[int]] = {}
+        indexes_by_server: dict[ClusterServer, list[int]] = {}
         replies: list[Any] = [None] * len(commands)
         for index, (args, _) in enumerate(commands):
             try:
@@ -381,7 +381,7 @@ class ClusterCommands(AsyncCoreCommands):  # type: ignore[misc]
             else:
                 indexes_by_server.setdefault(server, []).append(index)
 
-        async def send(server: Server, indexes: Sequence[int]) -> None:
+        async def send(server: ClusterServer, indexes: Sequence[int]) -> None:
             async with server.client.pipeline(transaction=self._transaction) as pipe:
                 for index in indexes:
                     args, options = commands[index]
@@ -411,7 +411,7 @@ class ClusterSubscription:
         self._client = client
         self._channels: tuple[str, ...] = ()
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._listeners: dict[Server, asyncio.Task[None]] = {}
+        self._listeners: dict[ClusterServer, asyncio.Task[None]] = {}
         self._version = -1
 
     async def __aenter__(self) -> "ClusterSubscription":
@@ -448,7 +448,7 @@ class ClusterSubscription:
         """Subscribes at the servers that have the channels' slots now, and ends the former subscriptions."""
         await self._client.load_slots()
         self._version = self._client.version
-        channels_by_server: dict[Server, list[str]] = {}
+        channels_by_server: dict[ClusterServer, list[str]] = {}
         for channel in self._channels:
             with suppress(ConnectionError):  # no server has the slot now: a later version will name one
                 channels_by_server.setdefault(self._client.server_of(slot_of(channel)), []).append(channel)
@@ -460,7 +460,7 @@ class ClusterSubscription:
         for task in former.values():
             task.cancel()
 
-    async def _listen_at(self, server: Server, channels: Sequence[str]) -> None:
+    async def _listen_at(self, server: ClusterServer, channels: Sequence[str]) -> None:
         while True:
             try:
                 async with server.client.pubsub() as pubsub:
@@ -505,7 +505,7 @@ def key_of(args: Sequence[Any]) -> str | bytes:
     return key
 
 
-async def _asking(server: Server, args: Sequence[Any], options: dict[str, Any]) -> Any:
+async def _asking(server: ClusterServer, args: Sequence[Any], options: dict[str, Any]) -> Any:
     """Runs a command at the server that a slot is being moved to. ASKING, which allows it there, is sent in
     the same write.
     """
@@ -518,7 +518,7 @@ async def _asking(server: Server, args: Sequence[Any], options: dict[str, Any]) 
     return reply
 
 
-def _host(named: str, server: Server) -> str:
+def _host(named: str, server: ClusterServer) -> str:
     """The host that a server names. Without a name (one that does not know its own address), or with `?` (one
     that prefers names of hosts, and has none), it is the host at which that server was asked.
     """

@@ -100,7 +100,7 @@ class _Rate(ProgressColumn):
         return Text(f"{events:,} events, {rate:,.0f}/s")
 
 
-class Reading:
+class ReadingBar:
     """A bar for reading `units` of a source. Use it as a context manager, and call it with the (units,
     events) read since the last call.
     """
@@ -120,7 +120,7 @@ class Reading:
         self._units = units
         self._events = 0
 
-    def __enter__(self) -> "Reading":
+    def __enter__(self) -> "ReadingBar":
         self._progress.start()
         return self
 

@@ -26,7 +26,7 @@ from grabstream.projections.database.system import read_identity
 from grabstream.projections.database.zones import unknown_zones
 from grabstream.projections.records import journal_keys as recorded_keys
 from grabstream.projections.records import set_aside
-from grabstream.projections.records.set_aside import SetAside
+from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.projections.versions import (
     Version,
     command_that_makes,
@@ -68,7 +68,7 @@ class BookReadings(NamedTuple):
     missing: list[str]
     positions: dict[str, dict[int, Cursor]]
     stops: list[Stop]
-    aside: list[SetAside]
+    aside: list[SetAsideRecord]
     findings: list[OpenFinding]
     verified_to: dict[int, VerifiedTo]
     lost: LostDecisions

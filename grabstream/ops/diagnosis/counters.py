@@ -82,7 +82,7 @@ _changes = msgspec.json.Decoder(_Changes).decode
 _Under = tuple[tuple[Counter, str, int], ...]
 
 
-class Counters:
+class LimitCounters:
     """All counters changed by the events fed. Events are fed in the order of the shard."""
 
     def __init__(self) -> None:
@@ -203,9 +203,9 @@ class Counters:
         self._count(event.offer, event.grab, event.quantity, under)
 
 
-def fed(events: Sequence[AnyEvent]) -> Counters:
+def fed(events: Sequence[AnyEvent]) -> LimitCounters:
     """The counters after these events."""
-    counters = Counters()
+    counters = LimitCounters()
     for event in events:
         counters.feed(event)
     return counters

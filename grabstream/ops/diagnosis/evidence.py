@@ -24,7 +24,7 @@ REFUSALS_MAX: Final = 1_000
 _took_the_last = '"left":0[,}]'
 
 
-class Evidence(NamedTuple):
+class BooksEvidence(NamedTuple):
     """The records in PostgreSQL. `events` are those of the user, of the offer itself, and of other users that
     share a counter with the user, by seq. `sold_out_at`: time of a refusal → time of the grab that took the
     last unit before it, ms since 1970 UTC.
@@ -44,7 +44,7 @@ class Evidence(NamedTuple):
     lost: list[dict[str, Any]]
 
 
-async def read_books(connection: AsyncConnection[Any], user: str, offer: str) -> Evidence | None:
+async def read_books(connection: AsyncConnection[Any], user: str, offer: str) -> BooksEvidence | None:
     """The evidence in PostgreSQL; None when the read models have no such offer. The connection's search path
     must be the system's schema.
     """
@@ -75,7 +75,7 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
         "SELECT (SELECT coalesce(sum(refusals), 0)::bigint FROM demand WHERE offer = %s) AS refused, "
         "(SELECT count(*) FROM refusals WHERE offer = %s) AS kept", offer, offer,
     )  # fmt: skip
-    return Evidence(
+    return BooksEvidence(
         user, offer_row, grabs, events, refusals, counted["refused"], counted["kept"],
         await transfers_of_seqs(connection, shard, [event.seq for event in events_of_user]),
         await _rows(

@@ -21,8 +21,8 @@ from grabstream.models.events import (
     encode_event,
 )
 from grabstream.models.identifiers import campaign_of
-from grabstream.ops.diagnosis.counters import Counted, Counters
-from grabstream.ops.diagnosis.evidence import Evidence, is_about
+from grabstream.ops.diagnosis.counters import Counted, LimitCounters
+from grabstream.ops.diagnosis.evidence import BooksEvidence, is_about
 
 
 class Moment(NamedTuple):
@@ -43,17 +43,17 @@ class Moment(NamedTuple):
     limits: list[tuple[Counted, Counted]]
 
 
-def tell(evidence: Evidence) -> list[Moment]:
+def tell(evidence: BooksEvidence) -> list[Moment]:
     """The moments in order. A command that was refused and made an event is one moment, that of the event."""
     return _Story(evidence).tell()
 
 
 class _Story:
-    def __init__(self, evidence: Evidence) -> None:
+    def __init__(self, evidence: BooksEvidence) -> None:
         self._evidence = evidence
         self._offer: str = evidence.offer["offer"]
         self._opens_at: int = evidence.offer["opens_at"]
-        self._counters = Counters()
+        self._counters = LimitCounters()
         self._attributes: dict[str, str] = {}
         self._deadlines: dict[str, int] = {}
         self._paused_at: int | None = None

@@ -66,7 +66,7 @@ class Lag(NamedTuple):
     since: int | None
 
 
-class SetAside(NamedTuple):
+class SetAsideCommand(NamedTuple):
     """A command that was set aside because no script can decide it: its offset in `rejected`, why, and when
     (ms since 1970 UTC).
     """
@@ -76,7 +76,7 @@ class SetAside(NamedTuple):
     at: int
 
 
-class Reading(NamedTuple):
+class CommandTopic(NamedTuple):
     """A topic of commands: the number of its deciders, and their lags; its `compression.type` when it keeps
     batches compressed, else None; and its open transactions: for each partition, the offset of the first
     record of the oldest one as `next_offset`, and the time of that record.
@@ -95,8 +95,8 @@ class TopicReadings(NamedTuple):
 
     partitions: dict[str, list[Partition]]
     states: dict[str, TopicState]
-    command_topics: dict[str, Reading]
-    set_aside: Sequence[SetAside] = ()
+    command_topics: dict[str, CommandTopic]
+    set_aside: Sequence[SetAsideCommand] = ()
 
 
 async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicReadings:
@@ -134,20 +134,20 @@ async def _reading(
     topics: Topics,
     topic: str,
     partitions: Sequence[Partition],
-) -> Reading:
+) -> CommandTopic:
     deciders, offsets = await _group(client, decider_group(topics, topic))
     at = {TopicPartition(topic, p.number): offsets.get((topic, p.number), 0) for p in partitions}
     ends = await committed.end_offsets(list(at))
     open_ones = await lags(consumer, ends)
     # Records may have been added since, outside of transactions.
     still = await committed.end_offsets([TopicPartition(topic, one.partition) for one in open_ones])
-    return Reading(
+    return CommandTopic(
         deciders, await lags(consumer, at, ends), await _compression_of(client, topic),
         [one for one in open_ones if still[TopicPartition(topic, one.partition)] == one.next_offset],
     )  # fmt: skip
 
 
-async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside]:
+async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAsideCommand]:
     """The undecidable commands among the newest records of `rejected`."""
     partition = TopicPartition(rejected, 0)
     end = (await consumer.end_offsets([partition]))[partition]
@@ -157,7 +157,7 @@ async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside
         return []
     consumer.assign([partition])
     consumer.seek(partition, first)
-    commands: list[SetAside] = []
+    commands: list[SetAsideCommand] = []
     while first < end:
         records = (await consumer.getmany(partition, timeout_ms=TIMEOUT_MS // 5)).get(partition, [])
         if not records:
@@ -166,7 +166,7 @@ async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside
             headers = named(record.headers)
             if SET_ASIDE_HEADER in headers:
                 commands.append(
-                    SetAside(
+                    SetAsideCommand(
                         record.offset,
                         headers.get("reason", b"").decode(errors="replace"),
                         int(record.timestamp),
@@ -380,7 +380,7 @@ def transactions_hang(readings: TopicReadings, settings: Settings, now_ms: int) 
     ]  # fmt: skip
 
 
-def _commands_wait(commands: str, reading: Reading, now_ms: int) -> list[Finding]:
+def _commands_wait(commands: str, reading: CommandTopic, now_ms: int) -> list[Finding]:
     waiting = sum(lag.end - lag.next_offset for lag in reading.lag)
     oldest = min((lag.since for lag in reading.lag if lag.since), default=None)
     if not reading.deciders:

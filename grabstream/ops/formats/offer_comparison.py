@@ -16,7 +16,7 @@ _DURATIONS: Final = ("hold_ms", "grace_ms", "retire_after_ms")
 _TIMES: Final = tuple(name for name in MOST_OF if MOST_OF[name] == TIME_MS_MAX and name not in _DURATIONS)
 
 
-class Difference(NamedTuple):
+class OfferDifference(NamedTuple):
     """A difference of an offer: it is `missing` in the system, `extra` (not in the file), or a `field`
     differs: a term, or the `state`. `file` and `system` are the values there, or None.
     """
@@ -45,20 +45,20 @@ class Difference(NamedTuple):
         return f"{self.offer}: {self.field}: {file_text} in the file, {system_text} in the system"
 
 
-def differences_of(command: Open, state: str, terms: Terms) -> Iterator[Difference]:
+def differences_of(command: Open, state: str, terms: Terms) -> Iterator[OfferDifference]:
     """Yields the differences of an offer from that of the system in a `state` with these terms."""
     if state not in ("open", "paused"):
-        yield Difference(command.offer, "differs", "state", "open", state)
+        yield OfferDifference(command.offer, "differs", "state", "open", state)
     file_terms, system_terms = (
         msgspec.structs.asdict(each) | {"kind": each.__struct_config__.tag} for each in (command.terms, terms)
     )
     if file_terms["kind"] != system_terms["kind"]:
         # The terms of one kind mean nothing in another.
-        yield Difference(command.offer, "differs", "kind", file_terms["kind"], system_terms["kind"])
+        yield OfferDifference(command.offer, "differs", "kind", file_terms["kind"], system_terms["kind"])
         return
     for name, value in file_terms.items():
         if name not in _NOT_KEPT and value != system_terms[name]:
-            yield Difference(
+            yield OfferDifference(
                 command.offer, "differs", name, value, system_terms[name], command.terms.timezone
             )
 

@@ -24,7 +24,7 @@ from grabstream.models.decoding_words import fields_of, plain_types, without_wha
 from grabstream.models.identifiers import ID_LENGTH_MAX, ID_PATTERN, is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import Changes, Hours, Limit, Terms, check_changes
-from grabstream.ops.formats.strict_text import TWICE, Unreadable, first_twice, read_strictly
+from grabstream.ops.formats.strict_text import TWICE, UnreadableText, first_twice, read_strictly
 from grabstream.ops.formats.weekly_plan import WeeklyPlan, monday_of, read_week_time
 from grabstream.ops.formats.written_values import read_duration, read_hours, read_limits, read_time
 
@@ -364,7 +364,7 @@ def _entries(text: str, form: Form, plan: WeeklyPlan) -> Iterator[_Entry]:
     """The entries of YAML or JSON: of a list, of `{defaults, offers, weeks}`, or a single entry."""
     try:
         value = read_strictly(text, form == "json")
-    except Unreadable as error:
+    except UnreadableText as error:
         yield _Entry(error.place, {}, [error.reason])
         return
     defaults: dict[str, Any] = {}

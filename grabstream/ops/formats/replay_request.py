@@ -10,11 +10,11 @@ from grabstream.extras import installed
 from grabstream.models.identifiers import campaign_of, is_id, shard_of
 from grabstream.ops.formats.moments import BadMoment, parse_points
 from grabstream.ops.settings import Settings
-from grabstream.streams.buckets import INSTALL, BadAddress, Place, is_address, parse
+from grabstream.streams.buckets import INSTALL, BadAddress, BucketAddress, is_address, parse
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.replaying.filters import Filters, filters_of
 from grabstream.streams.replaying.replay import Stretch
-from grabstream.streams.replaying.replay_schema import Definition
+from grabstream.streams.replaying.replay_schema import ReplayDefinition
 from grabstream.streams.replaying.selection import Wanted
 
 
@@ -45,8 +45,8 @@ class ObjectAddress(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path, or the parts of the address."""
-        if isinstance(value, Place) or not is_address(str(value)):
-            return value if isinstance(value, Place) else super().convert(value, param, ctx)
+        if isinstance(value, BucketAddress) or not is_address(str(value)):
+            return value if isinstance(value, BucketAddress) else super().convert(value, param, ctx)
         try:
             place = parse(str(value))
         except BadAddress as error:
@@ -71,7 +71,7 @@ archive_option = click.option(
 )
 
 
-class Request(NamedTuple):
+class ReplayRequest(NamedTuple):
     """What to replay, and from which source: `journal`, `audit`, or `archive` and where it is. `journal` is
     Kafka's id of the system's journal; empty where it is not known.
     """
@@ -82,11 +82,11 @@ class Request(NamedTuple):
     archive: Path | str | None = None
     journal: str = ""
 
-    def definition(self, settings: Settings) -> Definition:
+    def definition(self, settings: Settings) -> ReplayDefinition:
         """The request as recorded in the schema of a bounded replay."""
         until = {stretch.shard: stretch.last for stretch in self.stretches if stretch.last is not None}
         shards = tuple(stretch.shard for stretch in self.stretches)
-        return Definition(settings.prefix, self.source, shards, self.wanted, until)
+        return ReplayDefinition(settings.prefix, self.source, shards, self.wanted, until)
 
     def filters(self, settings: Settings) -> Filters:
         """The request as recorded in a file or a topic."""
@@ -98,7 +98,7 @@ def request(
     settings: Settings, source: str, first: Sequence[str], last: Sequence[str], shards: Sequence[int],
     offers: Sequence[str],
     users: Sequence[str],
-) -> Request:  # fmt: skip
+) -> ReplayRequest:  # fmt: skip
     """The request that the options ask for; raises UsageError that names the option and the fix."""
     for option, names in (("--offer", offers), ("--user", users)):
         for name in names:
@@ -128,7 +128,7 @@ def request(
     for shard in chosen:
         _check_order(shard, begin.get(shard), end.get(shard))
     stretches = tuple(Stretch(shard, begin.get(shard), end.get(shard)) for shard in chosen)
-    return Request(source, stretches, Wanted(tuple(sorted(set(offers))), tuple(sorted(set(users)))))
+    return ReplayRequest(source, stretches, Wanted(tuple(sorted(set(offers))), tuple(sorted(set(users)))))
 
 
 def require_archive(option: str, source: str, archive: Path | str | None) -> None:

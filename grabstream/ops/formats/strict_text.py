@@ -23,7 +23,7 @@ JSON_SIGNS_MAX: Final = 3 * FILE_VALUES_MAX
 _is_yaml_integer = re.compile(r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)\Z").match
 
 
-class Unreadable(Exception):
+class UnreadableText(Exception):
     """The text is not JSON or YAML: `place` says where, `reason` why."""
 
     def __init__(self, place: str, reason: str) -> None:
@@ -39,26 +39,28 @@ def read_strictly(text: str, is_json: bool) -> Any:
     if is_json or text.lstrip()[:1] in ("[", "{"):
         # Every value but the first follows a comma, a colon or an opening bracket.
         if sum(map(text.count, ",:[{")) > JSON_SIGNS_MAX:
-            raise Unreadable("file", f"has more than {FILE_VALUES_MAX:,} values; split it into several files")
+            raise UnreadableText(
+                "file", f"has more than {FILE_VALUES_MAX:,} values; split it into several files"
+            )
         try:
             return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
         except json.JSONDecodeError as error:
             if is_json:
-                raise Unreadable(
+                raise UnreadableText(
                     f"line {error.lineno}", f"is not JSON: {error.msg} at column {error.colno}"
                 ) from None
         except (ValueError, RecursionError) as error:
             if is_json:
-                raise Unreadable("file", f"is not JSON: {error}") from None
+                raise UnreadableText("file", f"is not JSON: {error}") from None
     try:
         return _read_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         since = f" that begins in line {error.context_mark.line + 1}" if error.context_mark else ""
         said = "; ".join(filter(None, (error.problem, error.context and error.context + since)))
-        raise Unreadable(f"line {mark.line + 1}" if mark else "file", f"is not YAML: {said}") from None
+        raise UnreadableText(f"line {mark.line + 1}" if mark else "file", f"is not YAML: {said}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise Unreadable("file", f"is not YAML: {' '.join(str(error).split())}") from None
+        raise UnreadableText("file", f"is not YAML: {' '.join(str(error).split())}") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

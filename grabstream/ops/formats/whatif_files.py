@@ -7,7 +7,7 @@ from grabstream.models.identifiers import campaign_of, is_id
 from grabstream.models.whatif.twins import FIXED_TERMS, TermChange
 from grabstream.ops.formats.moments import BadMoment, parse_time
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, read_terms
-from grabstream.ops.formats.strict_text import Unreadable, read_strictly
+from grabstream.ops.formats.strict_text import UnreadableText, read_strictly
 
 _KNOWN: Final = ("offer", "campaign", "from", "until", "terms")
 #: The most offers that a file names.
@@ -30,7 +30,7 @@ def read_whatif(text: str, form: Form) -> WhatIf:
         raise BadOfferFile([("file", "is not CSV: write it in YAML or JSON")])
     try:
         written = read_strictly(text.removeprefix("\ufeff"), form == "json")
-    except Unreadable as error:
+    except UnreadableText as error:
         raise BadOfferFile([(error.place, error.reason)]) from None
     if not isinstance(written, dict):
         raise BadOfferFile([("file", "must be an object with offer or campaign, and terms")])

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from grabstream.gateway.books import Books
+from grabstream.gateway.books import BooksReader
 from grabstream.gateway.problems import Problem
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.connections.redis_servers import masters
@@ -44,7 +44,7 @@ class Answering:
 
 
 @asynccontextmanager
-async def open_answering(settings: Settings, books: Books) -> AsyncIterator[Answering]:
+async def open_answering(settings: Settings, books: BooksReader) -> AsyncIterator[Answering]:
     """Asks Redis on a separate connection, and PostgreSQL in a session for questions."""
     client = open_redis(settings)
 

@@ -10,7 +10,7 @@ from grabstream.models.journal import Accepted
 from grabstream.models.runs import AnyLine
 from grabstream.ops.verification.checks import Problems
 from grabstream.projections.checking.trail import COLUMNS, Row, row_of, row_read
-from grabstream.projections.records.set_aside import SetAside
+from grabstream.projections.records.set_aside import SetAsideRecord
 
 
 class AuditTrail:
@@ -43,7 +43,7 @@ class AuditTrail:
         self.sound = False
         self._problems.add(f"shard {self._shard}, seq {seq}: {what}")
 
-    async def _row_from(self, seq: float, set_aside: Sequence[SetAside] = ()) -> Row | None:
+    async def _row_from(self, seq: float, set_aside: Sequence[SetAsideRecord] = ()) -> Row | None:
         """The next row, which has this seq or a later one: rows before it are not in the journal."""
         while row := self._next or await anext(self.rows, None):
             self._next = row
@@ -75,7 +75,7 @@ class AuditTrail:
                 "from the journal",
             )
 
-    async def end(self, set_aside: Sequence[SetAside]) -> None:
+    async def end(self, set_aside: Sequence[SetAsideRecord]) -> None:
         """Reports the remaining rows: the journal has ended. Rows of events that were set aside are left out,
         since their record may be unreadable.
         """

@@ -14,29 +14,29 @@ from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.audit_trail import AuditTrail
 from grabstream.ops.verification.checkpoints import Against
-from grabstream.ops.verification.checks import Check, Problems, Progress, RedisShard
+from grabstream.ops.verification.checks import Problems, RedisShard, VerificationCheck, VerificationProgress
 from grabstream.ops.verification.journal_positions import PositionChecks
 from grabstream.ops.verification.signatures import Signatures
 from grabstream.projections.checking.rebuilt import REBUILT, RebuiltModels
 from grabstream.projections.cursors import Fact, load
 from grabstream.projections.database.migrate import PROJECTIONS
 from grabstream.projections.records import set_aside
-from grabstream.projections.records.set_aside import SetAside
+from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.streams.history.archive_source import ArchiveSource
 from grabstream.streams.history.sources import AuditSource, Start
-from grabstream.streams.journal import JournalReader, Record
+from grabstream.streams.journal import JournalReader, JournalRecord
 
 log = logging.getLogger(__name__)
 
 
-class Books:
+class BooksComparison:
     """Compares the journal with PostgreSQL, in one transaction. The attributes about shards are complete
     after `checks`.
     """
 
     def __init__(
         self, connection: AsyncConnection[Any], reader: JournalReader, settings: Settings,
-        shards: Mapping[int, RedisShard], report: Progress, against: Against | None = None,
+        shards: Mapping[int, RedisShard], report: VerificationProgress, against: Against | None = None,
         archive: ArchiveSource | None = None,
     ) -> None:  # fmt: skip
         self._connection = connection
@@ -50,7 +50,7 @@ class Books:
         self._signatures = Signatures()
         self._against = against
         self._events = self._audited = 0
-        self.aside: Sequence[SetAside] = ()
+        self.aside: Sequence[SetAsideRecord] = ()
         #: Shards whose journal is broken.
         self.broken: set[int] = set()
         #: Shard → why not all of its events could be applied.
@@ -67,7 +67,7 @@ class Books:
         #: Shards whose audit trail equals the journal, byte for byte.
         self.trail_is_sound: set[int] = set()
 
-    async def checks(self) -> list[Check]:
+    async def checks(self) -> list[VerificationCheck]:
         """Reads the journal, and returns all checks of the read models."""
         self._positions = {name: await load(self._connection, name) for name in PROJECTIONS}
         self.aside = await set_aside.load(self._connection)
@@ -83,16 +83,16 @@ class Books:
         self._report("comparing the read models")
         cursors, checkpoints = len(PROJECTIONS) * self._settings.shards, len(self.shards)
         return [
-            Check("chain of every shard", self._events, "events", self._chain.lines),
-            Check("audit bytes = journal", self._audited, "events", self._audit.lines),
-            Check("cursors = journal", cursors, "cursors", self._cursors.lines),
+            VerificationCheck("chain of every shard", self._events, "events", self._chain.lines),
+            VerificationCheck("audit bytes = journal", self._audited, "events", self._audit.lines),
+            VerificationCheck("cursors = journal", cursors, "cursors", self._cursors.lines),
             *self._signatures.checks(),
             *([self._against.check(self.ends)] if self._against is not None else ()),
             *[await self._compared(name) for name in REBUILT],
             await self._solvent(),
             await self._agree(),
             await self._views(),
-            Check(
+            VerificationCheck(
                 "what Redis counts as journaled is in the journal",
                 checkpoints,
                 "checkpoints",
@@ -209,7 +209,7 @@ class Books:
                         cursor, accepted = past[record.offset], ()
                     yield record.offset, cursor, accepted
 
-    def _fed(self, cursor: Cursor, record: Record) -> tuple[Cursor, Sequence[Accepted]]:
+    def _fed(self, cursor: Cursor, record: JournalRecord) -> tuple[Cursor, Sequence[Accepted]]:
         """The cursor after a record, and its accepted events; raises Corrupt or Gap with the record's
         offset.
         """
@@ -281,27 +281,27 @@ class Books:
         ]
         return [*self.unfolded.values(), *wrong_cursors]
 
-    async def _compared(self, name: str) -> Check:
+    async def _compared(self, name: str) -> VerificationCheck:
         title, notes = f"{name} = fold of the journal", self._not_comparable(name)
         if (other := self._rebuilt.other_definition(name)) is not None:
             notes.append(other)
         if notes:
-            return Check(title, 0, "rows", [], [f"not compared: {note}" for note in notes])
+            return VerificationCheck(title, 0, "rows", [], [f"not compared: {note}" for note in notes])
         if name in self._rebuilt.refused:
-            return Check(title, 0, "rows", [self._rebuilt.refused[name]])
+            return VerificationCheck(title, 0, "rows", [self._rebuilt.refused[name]])
         rows, differences = await self._rebuilt.differences(name)
-        return Check(title, rows, "rows", differences)
+        return VerificationCheck(title, rows, "rows", differences)
 
-    async def _views(self) -> Check:
+    async def _views(self) -> VerificationCheck:
         count, problems = await self._rebuilt.views()
-        return Check("views show the read models", count, "views", problems)
+        return VerificationCheck("views show the read models", count, "views", problems)
 
-    async def _solvent(self) -> Check:
+    async def _solvent(self) -> VerificationCheck:
         """Checks that no guarded account is below 0 by the journal."""
         name = "no account below 0"
         if self._not_comparable("ledger") or "ledger" in self._rebuilt.refused:
             notes = ["not checked: the ledger could not be computed from the journal"]
-            return Check(name, 0, "accounts", [], notes)
+            return VerificationCheck(name, 0, "accounts", [], notes)
         below = await self._rows(
             "SELECT account, asset, posted FROM accounts_1 WHERE posted < 0 AND account LIKE ANY(%s) "
             "ORDER BY account, asset",
@@ -309,9 +309,9 @@ class Books:
         )
         [(count,)] = await self._rows("SELECT count(*) FROM accounts_1")
         lines = [f"{account} {asset} is below 0: {posted}" for account, asset, posted in below]
-        return Check(name, count, "accounts", lines)
+        return VerificationCheck(name, count, "accounts", lines)
 
-    async def _agree(self) -> Check:
+    async def _agree(self) -> VerificationCheck:
         """Checks that ledger and balances, computed from the journal in different ways, have the same sums.
         Only possible where both have applied the same events.
         """
@@ -321,7 +321,7 @@ class Books:
         gaps = any(record.event_count and record.projection in REBUILT for record in self.aside)
         if self._not_comparable(*REBUILT) or self._rebuilt.refused or gaps or not same_seqs:
             notes = ["not checked: ledger and balances have not applied the same events"]
-            return Check(name, 0, "accounts", [], notes)
+            return VerificationCheck(name, 0, "accounts", [], notes)
         wallets = await self._rows(
             "WITH kept AS ("
             "SELECT 'wallet:' || user_id AS account, asset, available AS amount FROM balances_1 "
@@ -338,7 +338,7 @@ class Books:
             f"{account} {asset}: {posted} by the ledger, {amount} by the balances"
             for account, asset, posted, amount in wallets
         ]
-        return Check(name, count, "accounts", lines)
+        return VerificationCheck(name, count, "accounts", lines)
 
     async def _rows(self, query: str, *arguments: Any) -> list[Any]:
         return await (await self._connection.execute(query.encode(), arguments or None)).fetchall()

@@ -18,12 +18,12 @@ from grabstream.models.bounds import quoted
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.models.merkle import Root, leaf_hash
 from grabstream.ops.settings import BadSettings, Settings
-from grabstream.ops.verification.checks import Check, Say
+from grabstream.ops.verification.checks import Say, VerificationCheck
 from grabstream.ops.verification.evidence import BadCheckpoint, read_evidence
 from grabstream.ops.verification.signatures import IgnoredRecords
 from grabstream.projections import cursors
 from grabstream.projections.cursors import single_facts
-from grabstream.streams.buckets import Place
+from grabstream.streams.buckets import BucketAddress
 from grabstream.streams.history.sources import AuditSource, Start
 from grabstream.streams.journal import open_reader
 from grabstream.streams.journal_keys import journal_keys
@@ -71,7 +71,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # -- making --------------------------------------------------------------------------------------------------
 
 
-class Made(NamedTuple):
+class NewCheckpoint(NamedTuple):
     """A new checkpoint, and the records of the journal before it that do not count."""
 
     checkpoint: Checkpoint
@@ -80,7 +80,7 @@ class Made(NamedTuple):
 
 async def make_checkpoint(
     settings: Settings, books: AsyncConnection[Any], report: Say = lambda line: None
-) -> Made:
+) -> NewCheckpoint:
     """The checkpoint of a system at the end of its audit trail, signed with the first key. Reads every event
     of the trail, and every record of the journal, in bounded memory. Raises BadSettings without a key,
     BadCheckpoint when the trail contradicts itself, or its end is not in the journal.
@@ -108,7 +108,7 @@ async def make_checkpoint(
             heads.append(ShardHead(shard, end.seq, end.head.hex(), end.next_offset, root.hash().hex()))
     journal = Topics(settings.prefix).journal
     made = Checkpoint("grabstream.checkpoint", 1, journal, now_ms(), heads, signer.key_id, "0" * 128)
-    return Made(msgspec.structs.replace(made, sig=signer.sign(made.signed_text)), ignored)
+    return NewCheckpoint(msgspec.structs.replace(made, sig=signer.sign(made.signed_text)), ignored)
 
 
 async def texts_of(
@@ -144,7 +144,7 @@ class Given(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def read_checkpoint(path: Path | Place, settings: Settings) -> Given:
+def read_checkpoint(path: Path | BucketAddress, settings: Settings) -> Given:
     """The checkpoint in a file, on disk or in a bucket, whose signature is that of a known key; raises
     BadCheckpoint and StoreError.
     """
@@ -194,7 +194,7 @@ class Against:
         if wanted is not None and wanted.seq == seq:
             self._found[shard] = head.hex()
 
-    def check(self, ends: dict[int, int]) -> Check:
+    def check(self, ends: dict[int, int]) -> VerificationCheck:
         """Whether every shard had this history, given the last seq of each now."""
         problems = []
         for shard, wanted in self._heads.items():
@@ -211,4 +211,6 @@ class Against:
                     f"shard {shard}: the history up to seq {wanted.seq} was rewritten: the hash there is "
                     f"{(found or 'none')[:16]}…, the checkpoint has {wanted.head[:16]}…"
                 )
-        return Check("history is that of the checkpoint", len(self._heads), "shards", problems, self._notes)
+        return VerificationCheck(
+            "history is that of the checkpoint", len(self._heads), "shards", problems, self._notes
+        )

@@ -9,7 +9,7 @@ PROBLEMS_SHOWN_MAX = 5
 PROBLEMS_KEPT_MAX: Final = 200
 
 
-class Check(NamedTuple):
+class VerificationCheck(NamedTuple):
     """A check: the number and kind of things checked, the problems, and notes about decisions of operators
     and things not checked.
     """
@@ -48,7 +48,7 @@ class RedisShard(NamedTuple):
 Say = Callable[[str], None]
 
 
-class Progress(Protocol):
+class VerificationProgress(Protocol):
     """Called with each step of a verification; and again with the number of events that it has done, of how
     many, where that is known.
     """

@@ -11,7 +11,15 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from grabstream.streams.buckets import Bucket, Lock, ObjectChanged, Place, StoreLogin, TooLarge, Version
+from grabstream.streams.buckets import (
+    Bucket,
+    BucketAddress,
+    Lock,
+    ObjectChanged,
+    ObjectVersion,
+    StoreLogin,
+    TooLarge,
+)
 
 #: A checkpoint of 4,096 shards fits.
 FILE_BYTES_MAX: Final = 1024 * 1024
@@ -47,11 +55,13 @@ def sealed_json(value: msgspec.Struct) -> str:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def read_evidence(where: Path | Place, login: StoreLogin, bytes_max: int = FILE_BYTES_MAX) -> Evidence:
+def read_evidence(
+    where: Path | BucketAddress, login: StoreLogin, bytes_max: int = FILE_BYTES_MAX
+) -> Evidence:
     """A file on disk or in a bucket. Raises BadCheckpoint when it cannot be read, is too long, or has been
     overwritten or deleted in a bucket that keeps versions; and StoreError.
     """
-    if isinstance(where, Place):
+    if isinstance(where, BucketAddress):
         return _read_object(where, Bucket(where.bucket, login), bytes_max)
     return Evidence(read_bounded(where, bytes_max))
 
@@ -68,7 +78,7 @@ def read_bounded(path: Path, bytes_max: int = FILE_BYTES_MAX) -> bytes:
     return content
 
 
-def _read_object(place: Place, bucket: Bucket, bytes_max: int) -> Evidence:
+def _read_object(place: BucketAddress, bucket: Bucket, bytes_max: int) -> Evidence:
     named = place if place.version else _only_version(place, bucket.versions(place.key))
     try:
         found = bucket.get(place.key, bytes_max, named.version)
@@ -85,7 +95,7 @@ def _read_object(place: Place, bucket: Bucket, bytes_max: int) -> Evidence:
     return Evidence(found.content, (note,))
 
 
-def _only_version(place: Place, versions: list[Version]) -> Place:
+def _only_version(place: BucketAddress, versions: list[ObjectVersion]) -> BucketAddress:
     """The address of the only version of an object; raises BadCheckpoint if there are others."""
     if len(versions) > 1 or (versions and versions[0].is_deleted):
         listed = [
@@ -123,11 +133,11 @@ def lock_of(days: int, mode: str) -> Lock:
     return Lock("GOVERNANCE" if mode == "governance" else "COMPLIANCE", until)
 
 
-def require_new(where: Path | Place, login: StoreLogin, locks: bool = False) -> None:
+def require_new(where: Path | BucketAddress, login: StoreLogin, locks: bool = False) -> None:
     """Raises BadCheckpoint when a file exists, or has versions, or a bucket cannot lock although it must; and
     StoreError. This check comes before hours of work.
     """
-    if not isinstance(where, Place):
+    if not isinstance(where, BucketAddress):
         if where.exists():
             raise BadCheckpoint(
                 f"{where} exists and is not overwritten, since older ones prove more: give another name"
@@ -146,9 +156,11 @@ def require_new(where: Path | Place, login: StoreLogin, locks: bool = False) -> 
         )
 
 
-def write_new(where: Path | Place, text: str, login: StoreLogin, lock: Lock | None = None) -> WrittenFile:
+def write_new(
+    where: Path | BucketAddress, text: str, login: StoreLogin, lock: Lock | None = None
+) -> WrittenFile:
     """Writes a file that must not exist, in a bucket with a lock; raises BadCheckpoint, and StoreError."""
-    if isinstance(where, Place):
+    if isinstance(where, BucketAddress):
         return _write_object(where, Bucket(where.bucket, login), text.encode(), lock)
     try:
         with where.open("x") as file:
@@ -162,7 +174,7 @@ def write_new(where: Path | Place, text: str, login: StoreLogin, lock: Lock | No
     return WrittenFile(str(where))
 
 
-def _write_object(place: Place, bucket: Bucket, content: bytes, lock: Lock | None) -> WrittenFile:
+def _write_object(place: BucketAddress, bucket: Bucket, content: bytes, lock: Lock | None) -> WrittenFile:
     try:
         version = bucket.put(place.key, content, is_new=True, lock=lock).version
     except ObjectChanged:

@@ -16,8 +16,8 @@ from grabstream.lua.gate.sealing import CannotOpen
 from grabstream.ops.connections.opening import key_space, sealer, snapshots
 from grabstream.ops.connections.redis_servers import information
 from grabstream.ops.settings import BadSettings, Settings
-from grabstream.ops.verification.books import Books
-from grabstream.ops.verification.checks import POLL_SECONDS, Check, Progress
+from grabstream.ops.verification.books import BooksComparison
+from grabstream.ops.verification.checks import POLL_SECONDS, VerificationCheck, VerificationProgress
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.relaying.ownership import NewerProgram, SteppedDown
 from grabstream.streams.relaying.recovery import Impossible, Snapshots
@@ -26,7 +26,7 @@ from grabstream.streams.relaying.shadow import (
     Compared,
     NoRoom,
     NotComparable,
-    Pace,
+    TimeShare,
     open_shadow,
 )
 from grabstream.streams.topics import Topics
@@ -45,7 +45,7 @@ class _Reached:
     takes about as long as the comparison with it.
     """
 
-    def __init__(self, report: Progress, ends: Mapping[int, int]) -> None:
+    def __init__(self, report: VerificationProgress, ends: Mapping[int, int]) -> None:
         self._report = report
         self._ends = ends
         self._total = sum(ends.values())
@@ -76,9 +76,9 @@ class _Reached:
 
 
 async def redis_check(
-    settings: Settings, redis: Any, reader: JournalReader, books: Books, wait_seconds: float,
-    report: Progress, share: float
-) -> Check:  # fmt: skip
+    settings: Settings, redis: Any, reader: JournalReader, books: BooksComparison, wait_seconds: float,
+    report: VerificationProgress, share: float
+) -> VerificationCheck:  # fmt: skip
     """Checks that every key of every shard is what a recovery would make from the journal. Waits up to
     `wait_seconds` for a shard that is being taken over.
     """
@@ -125,7 +125,7 @@ async def redis_check(
             else:
                 problems.append(f"shard {shard}: the journal contradicts itself: {error}")
     reached.end()
-    return Check("Redis = fold of the journal", keys, "keys", problems, notes)
+    return VerificationCheck("Redis = fold of the journal", keys, "keys", problems, notes)
 
 
 def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awaitable[list[str] | None]]:
@@ -166,7 +166,7 @@ async def _compare_shard(
     for trail in trails:
         deadline = time.monotonic() + patience_seconds
         async with open_shadow(
-            redis, key_space(settings), shard, sealer(settings), reader, trail, pace=Pace(share),
+            redis, key_space(settings), shard, sealer(settings), reader, trail, pace=TimeShare(share),
             room=_room_of(redis), **how,
         ) as shadow:  # fmt: skip
             await shadow.make()

@@ -4,8 +4,8 @@ from contextlib import aclosing
 from typing import Final
 
 from grabstream.models.journal import Block, Cursor, is_signed_owner
-from grabstream.ops.verification.checks import Check
-from grabstream.streams.journal import JournalReader, Record
+from grabstream.ops.verification.checks import VerificationCheck
+from grabstream.streams.journal import JournalReader, JournalRecord
 from grabstream.streams.journal_keys import NOT_SIGNED, journal_keys
 
 #: Records of a shard that are named; the others are counted.
@@ -64,7 +64,7 @@ class Signatures:
         self._begun: set[int] = set()
         self._ignored = IgnoredRecords()
 
-    def take(self, record: Record, cursor: Cursor, block: Block) -> None:
+    def take(self, record: JournalRecord, cursor: Cursor, block: Block) -> None:
         """Takes a record, its block, and the cursor before it."""
         if block.authority == "unchecked" and is_signed_owner(block.owner):
             self._begun.add(record.shard)
@@ -72,7 +72,7 @@ class Signatures:
         if cursor.ignores(block):
             self._ignored.add(record.shard, record.offset, block.fault)
 
-    def checks(self) -> list[Check]:
+    def checks(self) -> list[VerificationCheck]:
         """The check; none if nothing is signed and no keys are known."""
         name, notes = "signed records are of known relays", []
         if not journal_keys().public:
@@ -82,4 +82,4 @@ class Signatures:
                 f"not checked: shards {', '.join(map(str, sorted(self._begun)))} have signed records; set "
                 "GRAB_JOURNAL_PUBLIC_KEYS"
             ]
-        return [Check(name, self._signed, "records", [], notes + self._ignored.in_words())]
+        return [VerificationCheck(name, self._signed, "records", [], notes + self._ignored.in_words())]

@@ -23,14 +23,14 @@ from psycopg import AsyncConnection, IsolationLevel
 
 from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification.books import Books
+from grabstream.ops.verification.books import BooksComparison
 from grabstream.ops.verification.checkpoints import Against, Given
 from grabstream.ops.verification.checks import (
     POLL_SECONDS,
     UNREADABLE,
-    Check,
-    Progress,
     RedisShard,
+    VerificationCheck,
+    VerificationProgress,
     no_progress,
 )
 from grabstream.ops.verification.redis_keys import redis_check
@@ -50,9 +50,9 @@ POSITION_FIELDS: Final = (
 
 
 async def verify(
-    settings: Settings, wait_seconds: float = 30.0, report: Progress = no_progress, quick: bool = False,
-    share: float = 0.5, checkpoint: Given | None = None, archive: Store | None = None
-) -> list[Check]:  # fmt: skip
+    settings: Settings, wait_seconds: float = 30.0, report: VerificationProgress = no_progress,
+    quick: bool = False, share: float = 0.5, checkpoint: Given | None = None, archive: Store | None = None
+) -> list[VerificationCheck]:  # fmt: skip
     """Runs and returns all checks; raises the clients' errors when a server cannot be reached.
 
     Waits up to `wait_seconds` for read models that lag. `report` is called with each step and its progress.
@@ -81,17 +81,19 @@ async def verify(
             await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
             async with connection.transaction():
                 against = None if checkpoint is None else Against(checkpoint)
-                books = Books(connection, reader, settings, shards, report, against, source)
+                books = BooksComparison(connection, reader, settings, shards, report, against, source)
                 book_checks = await books.checks()
             checks = [_caught_up_check(lags, books), *book_checks]
             if quick:
                 notes = ["skipped: --quick"]
-                checks.append(Check("Redis = fold of the journal", 0, "keys", [], notes))
+                checks.append(VerificationCheck("Redis = fold of the journal", 0, "keys", [], notes))
             else:
                 checks.append(await redis_check(settings, redis, reader, books, wait_seconds, report, share))
             if books.aside:
                 notes = [record.in_words() for record in books.aside]
-                checks.append(Check("set aside by operators", len(books.aside), "records", [], notes))
+                checks.append(
+                    VerificationCheck("set aside by operators", len(books.aside), "records", [], notes)
+                )
     finally:
         await redis.aclose()
     return checks
@@ -153,7 +155,7 @@ async def _wait_for_read_models(
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _caught_up_check(lags: Lags, books: Books) -> Check:
+def _caught_up_check(lags: Lags, books: BooksComparison) -> VerificationCheck:
     """Read models that lag, and shards that are not journaled. Lags that follow from a problem of another
     check are left out.
     """
@@ -168,4 +170,4 @@ def _caught_up_check(lags: Lags, books: Books) -> Check:
         for shard, name, problem in lags.problems
         if shard not in reported and (name, shard) not in books.wrong_cursors
     ]
-    return Check("read models have caught up", lags.cursors, "cursors", problems)
+    return VerificationCheck("read models have caught up", lags.cursors, "cursors", problems)

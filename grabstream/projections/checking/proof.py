@@ -28,7 +28,7 @@ from grabstream.models.runs import AnyLine, decode_line, singles
 from grabstream.models.transfers import Transfer, transfers_of
 from grabstream.models.upcasting import NewerEvent
 from grabstream.projections.checking.trail import Row, row_of
-from grabstream.projections.records.set_aside import SetAside
+from grabstream.projections.records.set_aside import SetAsideRecord
 
 AUDIT: Final = "audit"
 LEDGER: Final = "ledger"
@@ -80,7 +80,7 @@ class Walked(NamedTuple):
 class Gaps:
     """The records set aside in a shard, by projection and seq."""
 
-    def __init__(self, aside: Iterable[SetAside], shard: int) -> None:
+    def __init__(self, aside: Iterable[SetAsideRecord], shard: int) -> None:
         records = [
             record
             for record in aside
@@ -198,7 +198,7 @@ def _shown(line: LedgerRow) -> str:
     return f"{line.amount} {line.asset} {line.debit} → {line.credit}"
 
 
-def _facts_of(gap: SetAside, lines: Mapping[int, list[LedgerRow]]) -> list[AuditedEvent]:
+def _facts_of(gap: SetAsideRecord, lines: Mapping[int, list[LedgerRow]]) -> list[AuditedEvent]:
     """The events of a record that was set aside for the audit trail, with the transfers that the ledger has
     for them.
     """

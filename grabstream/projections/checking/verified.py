@@ -60,7 +60,7 @@ class OpenFinding(NamedTuple):
         return "" if self.shard == ALL_SHARDS else f"shard {self.shard}: "
 
 
-class Problem(NamedTuple):
+class RecordedProblem(NamedTuple):
     """A difference to record: its subject, its description, and its seq, if it has one."""
 
     subject: str
@@ -301,7 +301,9 @@ async def open_findings(connection: AsyncConnection[Any]) -> list[OpenFinding]:
     return [OpenFinding(*row) for row in await rows.fetchall()]
 
 
-async def record_finding(connection: AsyncConnection[Any], kind: str, shard: int, problem: Problem) -> bool:
+async def record_finding(
+    connection: AsyncConnection[Any], kind: str, shard: int, problem: RecordedProblem
+) -> bool:
     """Records a difference; returns whether it is new. A dismissed finding stays dismissed while its
     description is the same.
     """

@@ -20,7 +20,7 @@ from grabstream.projections import cursors
 SUMS_SHOWN_MAX: Final = 4
 
 
-class SetAside(NamedTuple):
+class SetAsideRecord(NamedTuple):
     """A record that was set aside: `event_count` events from `first_seq`, and the cursor after it.
 
     `offers` are the offers of its events, and `missing` the amounts that accounts lack (account, asset,
@@ -88,7 +88,7 @@ _COLUMNS = (
 )
 
 
-async def load(connection: AsyncConnection[Any], projection: str | None = None) -> list[SetAside]:
+async def load(connection: AsyncConnection[Any], projection: str | None = None) -> list[SetAsideRecord]:
     """The records that the live versions lack, in the order of the journal."""
     rows = await connection.execute(
         f"SELECT {_COLUMNS} FROM set_aside_records "  # noqa: S608 - the columns are those above
@@ -103,9 +103,9 @@ def _from_row(
     id: int, projection: str, shard: int, offset: int, first_seq: int, count: int, head: bytes, term: int,
     owner: str, value: bytes,
     *rest: Any,
-) -> SetAside:  # fmt: skip
+) -> SetAsideRecord:  # fmt: skip
     after = Cursor(first_seq + count - 1, bytes(head), offset + 1, term, owner)
-    return SetAside(id, projection, shard, offset, first_seq, count, after, bytes(value), *rest)
+    return SetAsideRecord(id, projection, shard, offset, first_seq, count, after, bytes(value), *rest)
 
 
 def _as_json(headers: Headers) -> str:
@@ -149,7 +149,7 @@ async def set_aside(
             raise cursors.CursorMoved(f"{projection}, shard {shard}: is no longer stopped")
 
 
-async def carry_over(connection: AsyncConnection[Any], records: Sequence[SetAside]) -> None:
+async def carry_over(connection: AsyncConnection[Any], records: Sequence[SetAsideRecord]) -> None:
     """Records, in the caller's transaction, that the version used by the connection lacks these records too,
     for the same reasons.
     """
@@ -165,7 +165,7 @@ async def carry_over(connection: AsyncConnection[Any], records: Sequence[SetAsid
     )
 
 
-def past(records: Sequence[SetAside], shard: int, cursor: Cursor) -> Cursor:
+def past(records: Sequence[SetAsideRecord], shard: int, cursor: Cursor) -> Cursor:
     """The cursor, moved after all records that were set aside directly after it."""
     for record in records:
         # Markers may be between the cursor and the record; they have no events.

@@ -46,9 +46,9 @@ from grabstream.streams.deciding.backlog import (
     ShardBacklog,
 )
 from grabstream.streams.deciding.understanding import (
-    Authority,
     Pace,
     Rejected,
+    TopicAuthority,
     in_runs,
     set_aside,
     understand,
@@ -104,12 +104,12 @@ class Decider:
         measures: WorkerMeasures | None = None,
         *,
         topic: str | None = None,
-        authority: Authority | None = None,
+        authority: TopicAuthority | None = None,
     ) -> None:
         """Decides the commands of `topic`, by default `commands`, that `authority` lets it carry."""
         self.topic = topic or topics.commands
         self.takes_grabs = self.topic == topics.commands
-        self.authority = authority or Authority(topics)
+        self.authority = authority or TopicAuthority(topics)
         self.measures = measures or WorkerMeasures()
         self.gate = gate
         self.shards = shards

@@ -75,7 +75,7 @@ class Breaker:
         self._closed_from = self._clock() + OPEN_SECONDS
 
 
-class Questions:
+class PaymentQueries:
     """Asks the payment side, for all shards of a process."""
 
     def __init__(self, side: PaymentSide, session: aiohttp.ClientSession) -> None:
@@ -155,7 +155,7 @@ async def open_queries(
     # No caller waits for these decisions: like those of the sweeper, they count when they are decided.
     gate = Gate(redis, keys, sealer, limits)
     session = open_session(side)
-    questions = Questions(side, session)
+    questions = PaymentQueries(side, session)
     try:
         yield lambda shard: HoldQueries(redis, shard, gate, questions.ask, lead_ms(side), hold_ms_min(side))
     finally:

@@ -46,7 +46,7 @@ LEFT_OUT_SECONDS: Final = 60.0
 RecordDemand = Callable[[int, Sequence[tuple[int, int, str, int]]], Awaitable[None]]
 
 
-class Due(NamedTuple):
+class SweepSchedule(NamedTuple):
     """What a sweeper has to do, and when (milliseconds since 1970 UTC; None for never)."""
 
     now_ms: int
@@ -171,7 +171,7 @@ class Sweeper:
                 async with asyncio.timeout(seconds - SWEEP_EVERY_SECONDS):
                     await self._decided.wait()
 
-    async def read_due(self) -> Due:
+    async def read_due(self) -> SweepSchedule:
         """What there is to do, and when."""
         keys = [self._keys.holds, self._keys.due, self._keys.past, self._keys.cleaning, self._keys.demand]
         now_ms, *first, records, demand = await run_script(self._redis, "due", keys, [])
@@ -180,7 +180,9 @@ class Sweeper:
         queries_ms = None
         if self._queries is not None and holds_ms is not None:
             queries_ms = await self._queries.next_ms(int(now_ms))
-        return Due(int(now_ms), holds_ms, offers_ms, payments_ms, bool(records), bool(demand), queries_ms)
+        return SweepSchedule(
+            int(now_ms), holds_ms, offers_ms, payments_ms, bool(records), bool(demand), queries_ms
+        )
 
     async def sweep(self, at_ms: int | None = None) -> int:
         """Handles everything that is due by Redis' clock (or at the given time, for simulation); returns the

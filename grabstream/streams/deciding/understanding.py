@@ -78,7 +78,7 @@ class Understood(NamedTuple):
     rejected: list[Rejected]
 
 
-class Authority:
+class TopicAuthority:
     """Which commands a topic may carry: writers of `commands` must not be able to open an offer or to adjust
     the books. With `operations_on_commands`, as before version 0.2, `commands` takes them all.
     """
@@ -130,7 +130,7 @@ def in_runs(records: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Gr
             yield part, plain_grabs([record.value for record in part])
 
 
-async def understand(record: Any, pace: Pace, authority: Authority) -> Understood:
+async def understand(record: Any, pace: Pace, authority: TopicAuthority) -> Understood:
     """Decodes a record into commands. Elements that are not commands of its topic keep their bytes, and are
     answered if their id can be read.
     """

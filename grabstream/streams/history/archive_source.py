@@ -7,7 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Final
 
 from grabstream.models.journal import Corrupt, Cursor, chain
-from grabstream.projections.records.set_aside import SetAside
+from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.streams.history.archive import Archive, ArchiveSystem, BadArchive, open_archive
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import (
@@ -69,7 +69,7 @@ class ArchiveSource:
         return Start(self.archive.end(shard), end)
 
     async def chunks(
-        self, shard: int, start: Start, set_aside: Sequence[SetAside] = ()
+        self, shard: int, start: Start, set_aside: Sequence[SetAsideRecord] = ()
     ) -> AsyncGenerator[Chunk, None]:
         """See Source."""
         cursor = start.cursor
@@ -90,7 +90,7 @@ class ArchiveSource:
                 yield chunk
 
     async def archived(
-        self, shard: int, cursor: Cursor, set_aside: Sequence[SetAside] = ()
+        self, shard: int, cursor: Cursor, set_aside: Sequence[SetAsideRecord] = ()
     ) -> AsyncGenerator[Chunk, None]:
         """The events of the archive after a cursor. Raises BadArchive, or Corrupt if the cursor is of another
         history, before it yields anything of the file.

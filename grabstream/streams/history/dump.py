@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from grabstream.streams.journal import JournalReader, Record
+from grabstream.streams.journal import JournalReader, JournalRecord
 
 _encode = msgspec.json.Encoder().encode
 
@@ -25,7 +25,7 @@ def _text(data: bytes | None) -> Any:
         return {"base64": b64encode(data).decode()}
 
 
-def dumped(topic: str, record: Record) -> bytes:
+def dumped(topic: str, record: JournalRecord) -> bytes:
     """The line of a record, without its newline."""
     return _encode(
         {

@@ -28,9 +28,9 @@ from grabstream.models.transfers import transfers_of
 from grabstream.projections import cursors
 from grabstream.projections.checking import trail
 from grabstream.projections.cursors import Fact, facts_of, follow
-from grabstream.projections.records.set_aside import SetAside
+from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.streams.history.chunks import Point
-from grabstream.streams.journal import JournalReader, Record, open_reader
+from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
 from grabstream.streams.projecting.follower import Chunk, Decoded, FactsOf, next_chunk
 
 #: The search for a point ends within this many records: reading them is as quick as one more step.
@@ -76,7 +76,7 @@ class Source(Protocol):
         """The number of units between start and end."""
 
     def chunks(
-        self, shard: int, start: Start, set_aside: Sequence[SetAside] = ()
+        self, shard: int, start: Start, set_aside: Sequence[SetAsideRecord] = ()
     ) -> AsyncGenerator[Chunk, None]:
         """The events between start and end, without those of `set_aside`. Raises Corrupt or Gap after it has
         yielded the events before the error.
@@ -199,7 +199,7 @@ class JournalSource:
         return None
 
     async def chunks(
-        self, shard: int, start: Start, set_aside: Sequence[SetAside] = ()
+        self, shard: int, start: Start, set_aside: Sequence[SetAsideRecord] = ()
     ) -> AsyncGenerator[Chunk, None]:
         """See Source. Each record is a chunk."""
         set_aside = [record for record in set_aside if record.shard == shard]
@@ -234,7 +234,7 @@ class JournalSource:
                     yield Lines(cursor, block.lines[known:], block.hashes[known:], block.last_seqs[known:])
 
     async def _vouched(
-        self, shard: int, cursor: Cursor, proved: Cursor, set_aside: Sequence[SetAside]
+        self, shard: int, cursor: Cursor, proved: Cursor, set_aside: Sequence[SetAsideRecord]
     ) -> AsyncGenerator[Chunk, None]:
         """The chunks between a cursor and a proved one. Raises Corrupt or Gap before it yields anything that
         the audit trail does not have.
@@ -252,7 +252,7 @@ class JournalSource:
         if cursor.seq != proved.seq:
             raise Gap(f"the events after seq {cursor.seq} are missing")
 
-    async def _lists(self, shard: int, offset: int, end: int) -> AsyncGenerator[list[Record], None]:
+    async def _lists(self, shard: int, offset: int, end: int) -> AsyncGenerator[list[JournalRecord], None]:
         """The records between two offsets, in lists as they arrive."""
         async with aclosing(self._reader.read(shard, offset, end)) as lists:
             while True:
@@ -280,8 +280,8 @@ class JournalSource:
 def _follow(
     reader: JournalReader,
     cursor: Cursor,
-    records: Sequence[Record],
-    set_aside: Sequence[SetAside],
+    records: Sequence[JournalRecord],
+    set_aside: Sequence[SetAsideRecord],
     facts_of: FactsOf,
 ) -> Iterator[Chunk]:
     """A chunk for each record that follows a cursor; raises Corrupt or Gap."""
@@ -297,7 +297,9 @@ def _follow(
         cursor = chunk.after
 
 
-def _after_set_aside(cursor: Cursor, record: Record, set_aside: Sequence[SetAside]) -> Cursor | None:
+def _after_set_aside(
+    cursor: Cursor, record: JournalRecord, set_aside: Sequence[SetAsideRecord]
+) -> Cursor | None:
     """The cursor after a record that was set aside; None if it was not."""
     for skipped in set_aside:
         if (skipped.journal_offset, skipped.first_seq) == (record.offset, cursor.seq + 1):
@@ -305,7 +307,7 @@ def _after_set_aside(cursor: Cursor, record: Record, set_aside: Sequence[SetAsid
     return None
 
 
-def without(facts: Sequence[Fact], set_aside: Sequence[SetAside]) -> Sequence[Fact]:
+def without(facts: Sequence[Fact], set_aside: Sequence[SetAsideRecord]) -> Sequence[Fact]:
     """The facts whose events were not set aside."""
     for skipped in set_aside:
         facts = [fact for fact in facts if not skipped.first_seq <= fact.event.seq <= skipped.last_seq]
@@ -365,7 +367,7 @@ class AuditSource:
         return Start(Cursor(seq, head), end)
 
     async def chunks(
-        self, shard: int, start: Start, set_aside: Sequence[SetAside] = ()
+        self, shard: int, start: Start, set_aside: Sequence[SetAsideRecord] = ()
     ) -> AsyncGenerator[Chunk, None]:
         """See Source. A chunk has up to 2,000 events."""
         set_aside = [record for record in set_aside if record.shard == shard]

@@ -53,7 +53,7 @@ class ArchiveInUse(Exception):
     """Another process exports into the archive."""
 
 
-class Writing(Protocol):
+class ArchiveLease(Protocol):
     """The right to write into an archive, of one export at a time."""
 
     #: The id of this export in the names of its files; '' where a lock makes that needless.
@@ -125,7 +125,7 @@ class FolderStore(NamedTuple):
         """Whether there is a manifest."""
         return (self.folder / MANIFEST).exists()
 
-    def write(self) -> "Writing":
+    def write(self) -> "ArchiveLease":
         """The right to write, in a folder that is made if it does not exist; raises ArchiveInUse and
         CannotWrite.
         """
@@ -225,7 +225,7 @@ class BucketStore(NamedTuple):
         # The first key with this start, if present.
         return self.bucket.has_any(self.key(MANIFEST)) == self.key(MANIFEST)
 
-    def write(self) -> "Writing":
+    def write(self) -> "ArchiveLease":
         """The right to write, which the first `put_manifest` takes from any other export."""
         return _BucketWriting(self)
 

@@ -22,7 +22,7 @@ from grabstream.runtime.ending import end
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.brokers import Brokers, faust_credentials
 from grabstream.streams.clients import DoesNotStop
-from grabstream.streams.journal import Record
+from grabstream.streams.journal import JournalRecord
 from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.projecting.projector import CatchUp, Projector
 from grabstream.streams.projecting.publisher import Publisher, event_source
@@ -156,7 +156,7 @@ def _agent_of(projector: Projector) -> Callable[[Any], Any]:
         async for event in stream.events():
             message = event.message
             headers = message.headers.items() if isinstance(message.headers, dict) else message.headers or ()
-            record = Record(message.partition, message.offset, tuple(headers), message.value or b"")
+            record = JournalRecord(message.partition, message.offset, tuple(headers), message.value or b"")
             await projector.put(record)
 
     return pass_on

@@ -18,7 +18,7 @@ from grabstream.models.runs import LINES, AnyLine, LineDecoder
 from grabstream.projections.cursors import CursorMoved, Fact, facts_of, follow
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
-from grabstream.streams.journal import JournalReader, Record, open_reader
+from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
 from grabstream.streams.journal_keys import NOT_SIGNED, journal_keys
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ FactsOf = Callable[[Sequence[bytes], Sequence[bytes], Sequence[AnyLine]], list[F
 class Decoded:
     """A decoded record: its block immediately, the facts of its events on demand, if the block counts."""
 
-    def __init__(self, record: Record, block: Block, lines: LineDecoder = LINES) -> None:
+    def __init__(self, record: JournalRecord, block: Block, lines: LineDecoder = LINES) -> None:
         """Takes the block in the record; raises Corrupt if it is of another partition."""
         self.block = block
         self._lines = lines
@@ -83,7 +83,7 @@ class Decoder:
         self._bytes = 0
         self._newest: OrderedDict[tuple[str, int, int, Headers], Decoded] = OrderedDict()
 
-    def decode(self, topic: str, record: Record) -> Decoded:
+    def decode(self, topic: str, record: JournalRecord) -> Decoded:
         """The decoded record; raises Corrupt if it contradicts itself."""
         # The headers contain the hash that the text was checked against, so they replace the text in the key.
         key = (topic, record.shard, record.offset, tuple(record.headers))
@@ -112,7 +112,9 @@ class Chunk(NamedTuple):
     fault: str = ""
 
 
-def next_chunk(cursor: Cursor, record: Record, decoded: Decoded, facts_of: FactsOf = facts_of) -> Chunk:
+def next_chunk(
+    cursor: Cursor, record: JournalRecord, decoded: Decoded, facts_of: FactsOf = facts_of
+) -> Chunk:
     """The events that a record adds after a cursor; raises Corrupt or Gap if it contradicts the cursor or
     itself.
     """

@@ -22,14 +22,14 @@ from grabstream.lua.traces import traces
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.projections import cursors
 from grabstream.projections.checking import verified
-from grabstream.projections.checking.verified import Problem
+from grabstream.projections.checking.verified import RecordedProblem
 from grabstream.projections.cursors import Apply, CursorMoved
 from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.sessions import connect, session_name
 from grabstream.projections.versions import NoReadModel, use_read_model
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
-from grabstream.streams.journal import JournalReader, Record, open_reader
+from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
 from grabstream.streams.measures import ProjectionMeasures
 from grabstream.streams.projecting.follower import Decoder, Follower, Group, next_chunk
 
@@ -104,7 +104,7 @@ class Projector:
         self._journal = journal
         self._step = step
         self._decoder = decoder
-        self._queue: asyncio.Queue[Record | CatchUp] = asyncio.Queue(QUEUE_RECORDS_MAX)
+        self._queue: asyncio.Queue[JournalRecord | CatchUp] = asyncio.Queue(QUEUE_RECORDS_MAX)
         self._cursors: dict[int, Cursor] = {}
         self._stopped: set[int] = set()
         self._poll_stopped_at = 0.0
@@ -112,7 +112,7 @@ class Projector:
         self._version_schema = ""  # the schema of the version that is written
         self._writing_since: float | None = None
         #: The shards to catch up before anything else.
-        self._to_catch_up: list[Record | CatchUp] = []
+        self._to_catch_up: list[JournalRecord | CatchUp] = []
         self._pause_seconds = RETRY_SECONDS
         self._trouble = Trouble(log, f"projection {name}")
         #: How long to wait for records that join a group.
@@ -125,7 +125,7 @@ class Projector:
         """Seconds since it began to write the present group; 0 if there is nothing to write."""
         return 0.0 if self._writing_since is None else time.monotonic() - self._writing_since
 
-    async def put(self, item: Record | CatchUp) -> None:
+    async def put(self, item: JournalRecord | CatchUp) -> None:
         """Queues a record; waits while the queue is full."""
         await self._queue.put(item)
 
@@ -161,9 +161,9 @@ class Projector:
             self._gather_seconds = min(max(self.seconds_writing(), GATHER_SECONDS_MIN), GATHER_SECONDS_MAX)
             self._to_catch_up, self._writing_since, self._pause_seconds = [], None, RETRY_SECONDS
 
-    def _gathers(self, item: Record | CatchUp) -> bool:
+    def _gathers(self, item: JournalRecord | CatchUp) -> bool:
         return (
-            isinstance(item, Record)
+            isinstance(item, JournalRecord)
             and len(item.value) < SMALL_BYTES
             and self._queue.qsize() < FEW_RECORDS_MAX
         )
@@ -201,7 +201,7 @@ class Projector:
             dropped.append(self._queue.get_nowait())
         self._to_catch_up = _catch_up(dropped)
 
-    async def _next_items(self) -> list[Record | CatchUp]:
+    async def _next_items(self) -> list[JournalRecord | CatchUp]:
         """The next item of the queue. While shards have stopped, it returns without one from time to time."""
         if not self._stopped:
             return [await self._queue.get()]
@@ -211,7 +211,7 @@ class Projector:
         except TimeoutError:
             return []
 
-    async def _carry(self, items: list[Record | CatchUp], reader: JournalReader) -> None:
+    async def _carry(self, items: list[JournalRecord | CatchUp], reader: JournalReader) -> None:
         """Writes the items; retries for as long as PostgreSQL or Kafka is down."""
         pause = RETRY_SECONDS
         while True:
@@ -259,8 +259,8 @@ class Projector:
                 pause = min(pause * 2, RETRY_SECONDS_MAX)
 
     async def _wait_for_version(
-        self, items: Sequence[Record | CatchUp], reason: NoReadModel
-    ) -> list[Record | CatchUp]:
+        self, items: Sequence[JournalRecord | CatchUp], reason: NoReadModel
+    ) -> list[JournalRecord | CatchUp]:
         """Pauses until the next attempt, and drops queued records, because a full queue would block Faust.
         Returns the shards to catch up.
         """
@@ -348,14 +348,14 @@ class Projector:
 
     # -- records ---------------------------------------------------------------------------------------------
 
-    async def _process(self, items: Sequence[Record | CatchUp], reader: JournalReader) -> None:
+    async def _process(self, items: Sequence[JournalRecord | CatchUp], reader: JournalReader) -> None:
         follower = Follower(self._write, self._position)
         for item in items:
             if self._is_paused(item.shard):
                 continue
-            to_offset = item.offset if isinstance(item, Record) else await reader.end(item.shard)
+            to_offset = item.offset if isinstance(item, JournalRecord) else await reader.end(item.shard)
             await self._read_journal(follower, item.shard, to_offset, reader)
-            if isinstance(item, Record):
+            if isinstance(item, JournalRecord):
                 await self._follow(follower, item)
         await follower.flush()
 
@@ -367,7 +367,7 @@ class Projector:
             for record in records:
                 await self._follow(follower, record)
 
-    async def _follow(self, follower: Follower, record: Record) -> None:
+    async def _follow(self, follower: Follower, record: JournalRecord) -> None:
         """Takes the events of a record; stops its shard if the record contradicts the cursor."""
         if self._is_paused(record.shard):
             return
@@ -460,7 +460,7 @@ class Projector:
             what = f"the record at journal offset {offset} does not count: {chunk.fault}"
             log.warning("shard %d: %s", shard, what)
             await verified.record_finding(
-                connection, "journal", shard, Problem(NOT_SIGNED_SUBJECT, what, chunk.before.seq)
+                connection, "journal", shard, RecordedProblem(NOT_SIGNED_SUBJECT, what, chunk.before.seq)
             )
 
     async def _stop(self, shard: int, cursor: Cursor, reason: str) -> None:
@@ -471,6 +471,6 @@ class Projector:
         self._stopped.add(shard)
 
 
-def _catch_up(items: Sequence[Record | CatchUp]) -> list[Record | CatchUp]:
+def _catch_up(items: Sequence[JournalRecord | CatchUp]) -> list[JournalRecord | CatchUp]:
     """The shards of the items, to be read from the journal instead."""
     return [CatchUp(shard) for shard in sorted({item.shard for item in items})]

@@ -11,7 +11,7 @@ import msgspec
 from grabstream.models.journal import Block, Corrupt, Cursor, Gap
 from grabstream.models.runs import AnyLine, decode_line
 from grabstream.projections.cursors import follow
-from grabstream.streams.journal import JournalReader, Record
+from grabstream.streams.journal import JournalReader, JournalRecord
 
 
 class CannotSetAside(Exception):
@@ -26,7 +26,7 @@ class StoppedRecord(NamedTuple):
     to the history.
     """
 
-    record: Record
+    record: JournalRecord
     before: Cursor
     after: Cursor
     lines: tuple[bytes, ...]
@@ -75,14 +75,16 @@ async def find_stopped_record(reader: JournalReader, shard: int, cursor: Cursor)
 
 async def _records(
     reader: JournalReader, shard: int, from_offset: int, to_offset: int
-) -> AsyncGenerator[Record, None]:
+) -> AsyncGenerator[JournalRecord, None]:
     async with aclosing(reader.read(shard, from_offset, to_offset)) as fetched:
         async for records in fetched:
             for record in records:
                 yield record
 
 
-async def _after_corrupt(reader: JournalReader, cursor: Cursor, record: Record, end: int, why: str) -> Cursor:
+async def _after_corrupt(
+    reader: JournalReader, cursor: Cursor, record: JournalRecord, end: int, why: str
+) -> Cursor:
     """The cursor after a record that contradicts itself. The record itself is not usable, but the next block
     that counts names the hash that it follows.
     """
@@ -106,7 +108,7 @@ async def _after_corrupt(reader: JournalReader, cursor: Cursor, record: Record, 
     )
 
 
-def _follows(cursor: Cursor, record: Record, block: Block) -> Cursor:
+def _follows(cursor: Cursor, record: JournalRecord, block: Block) -> Cursor:
     after = cursor._replace(next_offset=record.offset + 1)
     if block.first_seq <= cursor.seq + 1:
         # No events are missing between the cursor and the next block: the record is not part of the history.
@@ -114,7 +116,9 @@ def _follows(cursor: Cursor, record: Record, block: Block) -> Cursor:
     return after._replace(seq=block.first_seq - 1, head=block.prev)
 
 
-def _stopped_record(record: Record, before: Cursor, after: Cursor, lines: tuple[bytes, ...]) -> StoppedRecord:
+def _stopped_record(
+    record: JournalRecord, before: Cursor, after: Cursor, lines: tuple[bytes, ...]
+) -> StoppedRecord:
     return StoppedRecord(record, before, after, lines, tuple(map(_event_of, lines)))
 
 

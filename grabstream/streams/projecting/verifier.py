@@ -44,12 +44,12 @@ from grabstream.projections import cursors
 from grabstream.projections.checking import proof, trail, verified
 from grabstream.projections.checking.proof import AuditedEvent, Gaps, OfferState, Walked, numbers_in_words
 from grabstream.projections.checking.rebuilt import RebuiltModels
-from grabstream.projections.checking.verified import ALL_SHARDS, Problem, VerifiedTo
+from grabstream.projections.checking.verified import ALL_SHARDS, RecordedProblem, VerifiedTo
 from grabstream.projections.database import locks
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import set_aside
-from grabstream.projections.records.set_aside import SetAside
+from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.runtime.ending import first_to_end, running
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
@@ -108,7 +108,7 @@ class Seen(NamedTuple):
 
     at: dict[int, VerifiedTo]
     cursors: dict[str, dict[int, Cursor]]
-    aside: list[SetAside]
+    aside: list[SetAsideRecord]
 
 
 class Verifier:
@@ -208,7 +208,7 @@ class Verifier:
 
     async def _judge_keys(self, shard: int, differences: Sequence[str]) -> None:
         problems = [
-            Problem(_subject(line), line)
+            RecordedProblem(_subject(line), line)
             for line in (line.removeprefix(f"shard {shard}: ") for line in differences)
         ]
         # The numbers of an offer are compared in each pass, and reported there.
@@ -331,7 +331,7 @@ class Verifier:
         self._is_complete &= done
         if done:
             what = f"the audit trail up to seq {at.seq} is not the one that was verified before"
-            problems = [Problem("round", what, at.seq)] if walked.head != at.head else []
+            problems = [RecordedProblem("round", what, at.seq)] if walked.head != at.head else []
             await self._judge(connection, "heads", at.shard, ["round"], problems)
         await verified.move_again(connection, at.shard, walked.seq, walked.head, done)
 
@@ -347,7 +347,7 @@ class Verifier:
         walked = proof.walk(shard, seq, head, rows, lines, gaps, None if full else end)
         await verified.clear_range(connection, shard, seq, walked.seq)
         if (wrong := walked.wrong) is not None:
-            problem = Problem(f"seq {wrong.seq}", wrong.what, wrong.seq)
+            problem = RecordedProblem(f"seq {wrong.seq}", wrong.what, wrong.seq)
             await self._judge(connection, wrong.kind, shard, [], [problem])
         return walked, full
 
@@ -357,7 +357,7 @@ class Verifier:
         """If a projection is at exactly the verified seq, its hash must be the trail's."""
         compared = {name: cursor for name, cursor in positions.items() if cursor.seq == at.seq}
         problems = [
-            Problem(
+            RecordedProblem(
                 name,
                 f"{name}: the hash at seq {at.seq} is not that of the audit trail: it followed another "
                 "history",
@@ -404,14 +404,16 @@ class Verifier:
             subject = f"{row.account} {row.asset}"
             if row.posted != row.expected:
                 accounts.append(
-                    Problem(
+                    RecordedProblem(
                         subject,
                         f"account {subject} has {row.posted}, its events lead to {row.expected}",
                     )
                 )
             elif row.balance is not None and row.balance != row.posted:
                 shown.append(
-                    Problem(subject, f"balances: {subject} has {row.balance}, the ledger has {row.posted}")
+                    RecordedProblem(
+                        subject, f"balances: {subject} has {row.balance}, the ledger has {row.posted}"
+                    )
                 )
         subjects = [f"{row.account} {row.asset}" for row in rows]
         await self._judge(connection, "accounts", ALL_SHARDS, subjects, accounts)
@@ -447,7 +449,7 @@ class Verifier:
             if shown != state.numbers:
                 has = "no row" if shown is None else numbers_in_words(shown)
                 problems.append(
-                    Problem(
+                    RecordedProblem(
                         state.offer,
                         f"offers: {state.offer} has {has}; its events lead to {state.in_words()}",
                     )
@@ -493,7 +495,7 @@ class Verifier:
         if not chosen:
             return
         for offer, differences in (await self._differences(connection, chosen)).items():
-            problems = [Problem(offer, f"balances: {'; '.join(differences)}")] if differences else []
+            problems = [RecordedProblem(offer, f"balances: {'; '.join(differences)}")] if differences else []
             await self._judge(connection, "rows", chosen[offer].shard, [offer], problems)
 
     async def _differences(
@@ -533,7 +535,7 @@ class Verifier:
             if values[0] is None:
                 # Retired or lost: that is certain only if no more events are on their way.
                 if int(seq or 0) == (await verified.progress(connection))[shard].seq:
-                    problem = Problem(
+                    problem = RecordedProblem(
                         state.offer, f"{state.offer} is not in Redis, though it has not retired"
                     )
                     await self._judge(connection, "redis", shard, [state.offer], [problem])
@@ -606,20 +608,20 @@ class Verifier:
                 f"{state.offer}: Redis is at its event {observed.offer_seq}, the books are at "
                 f"{state.offer_seq}"
             )
-            problems.append(Problem(state.offer, what, state.seq))
+            problems.append(RecordedProblem(state.offer, what, state.seq))
         elif observed.numbers != state.numbers:
             what = (
                 f"{state.offer}, after its event {state.offer_seq}: Redis has {observed.in_words()}; its "
                 f"events lead to {state.in_words()}"
             )
-            problems.append(Problem(state.offer, what, state.seq))
+            problems.append(RecordedProblem(state.offer, what, state.seq))
         await self._judge(connection, "redis", state.shard, [state.offer], problems)
 
     # -- findings --------------------------------------------------------------------------------------------
 
     async def _judge(
         self, connection: AsyncConnection[Any], kind: str, shard: int, subjects: Sequence[str] | None,
-        problems: Sequence[Problem]
+        problems: Sequence[RecordedProblem]
     ) -> None:  # fmt: skip
         """Records problems, and clears the findings about the other subjects that were compared (None: all of
         this kind and shard).

@@ -13,7 +13,7 @@ from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import set_aside
-from grabstream.projections.records.set_aside import SetAside
+from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.streams.history.archive import BadArchive
 from grabstream.streams.history.archive_source import ArchiveSource, open_archive_source
 from grabstream.streams.history.chunks import Point, up_to
@@ -30,7 +30,7 @@ class RebuildRefused(Exception):
     """A rebuild cannot or should not be done; the text states the reason and the fix."""
 
 
-class Unreadable(RebuildRefused):
+class UnreadableSource(RebuildRefused):
     """The source contradicts itself, or lacks events that the rebuild needs; the text states where."""
 
 
@@ -53,7 +53,7 @@ class RebuildSource:
     """
 
     def __init__(
-        self, source: Source, load_set_aside: Callable[[], Awaitable[list[SetAside]]] | None
+        self, source: Source, load_set_aside: Callable[[], Awaitable[list[SetAsideRecord]]] | None
     ) -> None:
         self._source = source
         self._load_set_aside = load_set_aside
@@ -75,7 +75,7 @@ class RebuildSource:
         """Whether records that were set aside are skipped."""
         return self._load_set_aside is not None
 
-    async def set_aside(self) -> list[SetAside]:
+    async def set_aside(self) -> list[SetAsideRecord]:
         """The records to skip, of all shards."""
         return await self._load_set_aside() if self._load_set_aside else []
 
@@ -84,7 +84,7 @@ class RebuildSource:
         return Cursor(next_offset=await self._source.end(shard)) if self.name == "journal" else None
 
     def chunks(
-        self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAside] = ()
+        self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAsideRecord] = ()
     ) -> AsyncGenerator[Chunk, None]:
         """The events between two cursors, in order, without those of `skipped`.
 
@@ -101,7 +101,7 @@ class RebuildSource:
         shard: int,
         cursor: Cursor,
         target: Cursor,
-        skipped: Sequence[SetAside],
+        skipped: Sequence[SetAsideRecord],
     ) -> AsyncGenerator[Chunk, None]:
         """The archive up to the target, or all of it and then the journal. Where the archive reaches the
         target's seq and hash, the target's offset is taken over.
@@ -126,20 +126,20 @@ class RebuildSource:
                     elif cursor[:2] == target[:2]:
                         yield chunk._replace(after=target)
         except Corrupt as error:
-            raise Unreadable(str(error)) from None
+            raise UnreadableSource(str(error)) from None
         if cursor[:2] != target[:2]:
-            raise Unreadable(
+            raise UnreadableSource(
                 f"archive {source.archive.store}, shard {shard}: it has another history at seq "
                 f"{target.seq} than the live read model"
             )
         yield Chunk(shard, target, target, [], 0)
 
     async def _read_journal(
-        self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAside]
+        self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAsideRecord]
     ) -> AsyncGenerator[Chunk, None]:
         end = await self._source.end(shard)
         if target.next_offset > end:
-            raise Unreadable(
+            raise UnreadableSource(
                 f"journal, shard {shard}: it ends at offset {end}, the live read model is at "
                 f"{target.next_offset}: records were lost, or "
                 "it is another journal; read the audit trail instead (--from audit)"
@@ -151,14 +151,14 @@ class RebuildSource:
                     cursor = chunk.after
                     yield chunk
         except BadArchive as error:
-            raise Unreadable(str(error)) from None
+            raise UnreadableSource(str(error)) from None
         except (Corrupt, Gap) as error:
-            raise Unreadable(
+            raise UnreadableSource(
                 f"journal, shard {shard}, after seq {cursor.seq}, offset {cursor.next_offset}: {error}"
             ) from None
 
     async def _read_audit_trail(
-        self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAside]
+        self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAsideRecord]
     ) -> AsyncGenerator[Chunk, None]:
         """The trail has no offsets: where it reaches the target's seq and hash, the target's are taken over.
         The offset of a cursor before that is only the progress of this build.
@@ -176,13 +176,13 @@ class RebuildSource:
                         elif cursor.head == target.head:
                             yield chunk._replace(after=target)
             except (Corrupt, Gap) as error:
-                raise Unreadable(str(error)) from None
+                raise UnreadableSource(str(error)) from None
             # While events arrive, the audit trail may lag behind the target for a moment.
             if cursor.seq >= target.seq or time.monotonic() > deadline:
                 break
             await asyncio.sleep(POLL_SECONDS)
         if (cursor.seq, cursor.head) != (target.seq, target.head):
-            raise Unreadable(
+            raise UnreadableSource(
                 f"audit trail, shard {shard}: its seq {cursor.seq} does not lead to seq {target.seq} of the "
                 "live read model" + ("" if cursor.seq < target.seq else ": another history")
             )
@@ -216,6 +216,6 @@ async def open_rebuild_source(
                     )
                 )
             except BadArchive as error:
-                raise Unreadable(str(error)) from None
+                raise UnreadableSource(str(error)) from None
         load = partial(set_aside.load, books, skip_set_aside_of) if books and skip_set_aside_of else None
         yield RebuildSource(source, load)

@@ -34,7 +34,7 @@ from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.records import set_aside
-from grabstream.projections.records.set_aside import SetAside
+from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.projections.versions import Version
 from grabstream.streams.history.chunks import gathered, read_ahead
 from grabstream.streams.history.stores import Store
@@ -133,7 +133,7 @@ class Rebuild:
             raise RebuildRefused(f"{self._projection} has no {words}")
         return version
 
-    async def set_aside(self) -> list[SetAside]:
+    async def set_aside(self) -> list[SetAsideRecord]:
         """The records that were set aside for the live version."""
         return await set_aside.load(self._control, self._projection)
 
@@ -350,7 +350,9 @@ class Rebuild:
                     if done - first >= events_max:
                         return
 
-    async def _write(self, chunk: Chunk, apply: Apply, frozen: bool, skipped: Sequence[SetAside]) -> None:
+    async def _write(
+        self, chunk: Chunk, apply: Apply, frozen: bool, skipped: Sequence[SetAsideRecord]
+    ) -> None:
         shard, after = chunk.shard, chunk.after
         try:
             async with self._writer.transaction():
@@ -482,7 +484,9 @@ class Rebuild:
         return version
 
 
-def _between(records: Sequence[SetAside], shard: int, before: Cursor, after: Cursor) -> list[SetAside]:
+def _between(
+    records: Sequence[SetAsideRecord], shard: int, before: Cursor, after: Cursor
+) -> list[SetAsideRecord]:
     """The set-aside records between two cursors of a shard."""
     return [
         record

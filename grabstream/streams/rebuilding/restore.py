@@ -52,7 +52,7 @@ from grabstream.streams.history.sources import AuditSource
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.journal_keys import journal_keys
 from grabstream.streams.projecting.publisher import Publisher, newest_cursor
-from grabstream.streams.rebuilding.reading import RebuildRefused, Servers, Unreadable
+from grabstream.streams.rebuilding.reading import RebuildRefused, Servers, UnreadableSource
 from grabstream.streams.rebuilding.rebuild import RebuildProgress, ReportRebuild, hold_projection
 from grabstream.streams.rebuilding.switching import LOCK_SECONDS
 from grabstream.streams.relaying.leases import text_of
@@ -374,7 +374,7 @@ class _ShardWriter:
                         await self._block(lines[first:last], hashes[last - 1], last_seqs[last - 1])
                         progress.add(self._cursor.seq - before)
         except (Corrupt, Gap) as error:
-            raise Unreadable(str(error)) from None
+            raise UnreadableSource(str(error)) from None
         if (self._cursor.seq, self._cursor.head) != (end.seq, end.head):
             raise RebuildRefused(
                 f"audit trail, shard {shard}: its events lead to seq {self._cursor.seq}, its cursor is at "

@@ -12,7 +12,7 @@ QUIET_LEASES: Final = 1
 UNSAID_LEASES_MAX: Final = 5
 
 
-class Change(NamedTuple):
+class RelayedShards(NamedTuple):
     """The shards that a worker relays now; those of them that it has taken over since the last change, and
     those that it no longer has.
     """
@@ -35,7 +35,7 @@ class Announcing:
         #: The time of the first change that is not announced.
         self._unsaid_since: float | None = None
 
-    def look(self, held: Mapping[int, int], now: float, at_once: bool = False) -> Change | None:
+    def look(self, held: Mapping[int, int], now: float, at_once: bool = False) -> RelayedShards | None:
         """The change to announce, if it is time to, or `at_once`. `held` are the shards whose leases the
         worker has, with the term of the last takeover, 0 before the first one. A shard remains the worker's
         while its server is down.
@@ -55,4 +55,4 @@ class Announcing:
         self._unsaid_since, said, self._said = None, self._said, terms
         taken_over = sorted(shard for shard, term in terms.items() if said.get(shard) != term)
         given_up = sorted(said.keys() - terms.keys())
-        return Change(sorted(terms), taken_over, given_up) if taken_over or given_up else None
+        return RelayedShards(sorted(terms), taken_over, given_up) if taken_over or given_up else None

@@ -35,7 +35,7 @@ from grabstream.runtime.ending import END_SECONDS_MAX, end
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
-from grabstream.streams.relaying.announcing import Announcing, Change
+from grabstream.streams.relaying.announcing import Announcing, RelayedShards
 from grabstream.streams.relaying.relay import Duty
 from grabstream.streams.relaying.shares import Overload, Worker, takers
 
@@ -159,7 +159,7 @@ class Leases:
         lease_ms: int,
         tasks_of: Callable[[int, Duty], list[Any]],
         requested: Callable[[Sequence[int]], None] = lambda held: None,
-        changed: Callable[[Change], None] = lambda change: None,
+        changed: Callable[[RelayedShards], None] = lambda change: None,
     ) -> None:
         self._redis = redis
         self._keys = keys

@@ -21,7 +21,7 @@ from grabstream.lua import restoring
 from grabstream.lua.gate.drawing import in_slices
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.gate.staging import pieces
-from grabstream.lua.restoring import Applicable, Parts, in_columns, last_seq
+from grabstream.lua.restoring import Applicable, PlainGrabs, in_columns, last_seq
 from grabstream.models.events import (
     OfferClosed,
     OfferLoaded,
@@ -469,7 +469,7 @@ _parse_drawn = msgspec.json.Decoder(_Drawn).decode
 
 def _cost(event: Applicable) -> float:
     """The cost in µs of applying an event, as far as the event itself shows it."""
-    if isinstance(event, Parts):
+    if isinstance(event, PlainGrabs):
         return 10 + PART_COST * len(event.grabs)
     cost = 10 + BYTE_COST * max(len(_pack(event)) - USUAL_BYTES, 0)
     if isinstance(event, OfferOpened):

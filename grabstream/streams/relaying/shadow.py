@@ -66,7 +66,7 @@ class NotComparable(Exception):
     """
 
 
-class Part(NamedTuple):
+class KeyPart(NamedTuple):
     """A part of a key that is read by one command: fields of a hash, members of a set or sorted set, a range
     of a list or string. Or a property of the key: its `size`, its type (`key`), or its `expiry`.
     """
@@ -86,7 +86,7 @@ class Compared(NamedTuple):
     differences: list[str]
 
 
-class Pace:
+class TimeShare:
     """Limits a task to a share of the time by pauses; calls `beat` about once a second."""
 
     def __init__(self, share: float = 0.5, beat: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -113,7 +113,7 @@ class Pace:
 class Events:
     """The events of a shard that count, in order, read from the journal up to a requested seq at a time."""
 
-    def __init__(self, reader: JournalReader, shard: int, wait_seconds: float, pace: Pace) -> None:
+    def __init__(self, reader: JournalReader, shard: int, wait_seconds: float, pace: TimeShare) -> None:
         self._reader = reader
         self._shard = shard
         self._wait_seconds = wait_seconds
@@ -173,7 +173,7 @@ class ShadowShard:
         events: Events,
         recovery: Recovery,
         ownership: Ownership,
-        pace: Pace,
+        pace: TimeShare,
         compared: Callable[[int, int], None] = lambda keys, of: None,
     ) -> None:
         self._redis = redis
@@ -212,7 +212,7 @@ class ShadowShard:
             {*await self._names(self._live), *await self._names(self._shadow)} - set(NOT_IN_EVENTS)
         )
         differences: list[str] = []
-        doubts: list[Part] = [Part("shard", "hash", SHARD_FIELDS_IN_EVENTS)]
+        doubts: list[KeyPart] = [KeyPart("shard", "hash", SHARD_FIELDS_IN_EVENTS)]
         for start in range(0, len(names), KEYS_AT_ONCE):
             async with aclosing(
                 self._doubts([name for name in names[start : start + KEYS_AT_ONCE] if name != "shard"])
@@ -240,7 +240,7 @@ class ShadowShard:
 
     # -- what seems to differ --------------------------------------------------------------------------------
 
-    async def _read(self, keys: ShardKeys, parts: Sequence[Part]) -> list[Value]:
+    async def _read(self, keys: ShardKeys, parts: Sequence[KeyPart]) -> list[Value]:
         if not parts:
             return []
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -249,13 +249,13 @@ class ShadowShard:
             values: list[Value] = await pipe.execute()
             return values
 
-    async def _doubts(self, names: Sequence[str]) -> AsyncGenerator[Part, None]:
+    async def _doubts(self, names: Sequence[str]) -> AsyncGenerator[KeyPart, None]:
         """The parts that differ when the two shards are read one after the other."""
         kinds = dict(
-            zip(names, await self._read(self._shadow, [Part(name, "key") for name in names]), strict=True)
+            zip(names, await self._read(self._shadow, [KeyPart(name, "key") for name in names]), strict=True)
         )
         kinds_live = dict(
-            zip(names, await self._read(self._live, [Part(name, "key") for name in names]), strict=True)
+            zip(names, await self._read(self._live, [KeyPart(name, "key") for name in names]), strict=True)
         )
         for name in names:
             if _is_cleaned(name) and b"none" in (kinds[name], kinds_live[name]):
@@ -264,20 +264,22 @@ class ShadowShard:
                     kinds[name], kinds_live[name], key=lambda kind: kind != b"none"
                 )
             if kinds[name] != kinds_live[name]:
-                yield Part(name, "key")
-        endings = await self._read(self._live, [Part(name, "expiry") for name in names])
+                yield KeyPart(name, "key")
+        endings = await self._read(self._live, [KeyPart(name, "expiry") for name in names])
         for name, milliseconds in zip(names, endings, strict=True):
             if milliseconds >= 0 and kinds[name] == kinds_live[name]:
-                yield Part(name, "expiry")
+                yield KeyPart(name, "expiry")
         there = [(name, kinds[name].decode()) for name in names if kinds[name] == kinds_live[name] != b"none"]
-        sized = [Part(name, "size", (kind,)) for name, kind in there]
+        sized = [KeyPart(name, "size", (kind,)) for name, kind in there]
         sizes = list(
             zip(
                 there, await self._read(self._shadow, sized), await self._read(self._live, sized), strict=True
             )
         )
         small = [
-            Part(name, f"whole {kind}") for (name, kind), shadow, live in sizes if max(shadow, live) <= PAGE
+            KeyPart(name, f"whole {kind}")
+            for (name, kind), shadow, live in sizes
+            if max(shadow, live) <= PAGE
         ]
         for part, shadow, live in zip(
             small, await self._read(self._shadow, small), await self._read(self._live, small), strict=True
@@ -292,7 +294,7 @@ class ShadowShard:
                         async for doubt in surplus:
                             yield doubt
                 else:
-                    yield Part(name, "size", (kind,))
+                    yield KeyPart(name, "size", (kind,))
                 async with aclosing(self._pages(self._shadow, name, kind, shadow)) as pages:
                     async for page in pages:
                         [shadow_page], [live_page] = (
@@ -303,12 +305,12 @@ class ShadowShard:
                             yield doubt
                         await self._pace()
 
-    async def _pages(self, keys: ShardKeys, name: str, kind: str, size: int) -> AsyncGenerator[Part, None]:
+    async def _pages(self, keys: ShardKeys, name: str, kind: str, size: int) -> AsyncGenerator[KeyPart, None]:
         """The parts of a large key."""
         if kind in ("list", "string"):
             # Indexes count from the end: taking elements from the front of a list does not change them.
             for start in range(-size, 0, PAGE):
-                yield Part(name, kind, (start, min(start + PAGE, 0) - 1))
+                yield KeyPart(name, kind, (start, min(start + PAGE, 0) - 1))
             return
         scan: Any = {"hash": self._redis.hscan, "set": self._redis.sscan, "zset": self._redis.zscan}[kind]
         cursor: int | None = None
@@ -316,13 +318,13 @@ class ShadowShard:
             cursor, page = await scan(f"{keys.tag}:{name}", cursor or 0, count=PAGE)
             members = [member for member, _ in page] if kind == "zset" else list(page)
             for start in range(0, len(members), PAGE):
-                yield Part(name, kind, tuple(members[start : start + PAGE]))
+                yield KeyPart(name, kind, tuple(members[start : start + PAGE]))
 
     # -- what does differ ------------------------------------------------------------------------------------
 
-    async def _judge(self, doubts: Sequence[Part]) -> list[str]:
+    async def _judge(self, doubts: Sequence[KeyPart]) -> list[str]:
         """The doubts that differ at the same seq, repeatedly, in words."""
-        differing: list[tuple[Part, Value, Value]] = []
+        differing: list[tuple[KeyPart, Value, Value]] = []
         for wait in LOOKS:
             await self._pace.wait(wait)
             live = await self._at_one_seq(doubts)
@@ -346,7 +348,7 @@ class ShadowShard:
                 words += _in_words(self._live.shard, part, shadow_value, live_value)
         return words
 
-    async def _at_one_seq(self, parts: Sequence[Part]) -> list[Value]:
+    async def _at_one_seq(self, parts: Sequence[KeyPart]) -> list[Value]:
         """The live shard's values of these parts, all at one seq; then the shadow is at that seq, too."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(self._live.state, ["seq", "partial", "server_epoch", "fault", "layout"])
@@ -375,7 +377,7 @@ class ShadowShard:
         if seq != self.seq:
             raise NotComparable(f"it is at seq {seq}, but its journal is at seq {self.seq}")
 
-    async def _is_postponed(self, part: Part) -> bool:
+    async def _is_postponed(self, part: KeyPart) -> bool:
         """Whether these are times to which the sweeper postponed offers, which is not an event: a closed
         offer that still had holds, or an open one whose waiting list it should have served at an opening, if
         it came so late that the hours were over.
@@ -395,7 +397,7 @@ class ShadowShard:
             for offer_fields, due, again in zip(offers, shadow, live, strict=True)
         )
 
-    async def _is_forgotten(self, part: Part, shadow: Value, live: Value) -> bool:
+    async def _is_forgotten(self, part: KeyPart, shadow: Value, live: Value) -> bool:
         """Whether all differences in this part are about retired offers, whose records no longer count,
         whether they are deleted already or not.
         """
@@ -432,20 +434,20 @@ class ShadowShard:
         retired_at = re.fullmatch(rb"\d+:(\d+)", value) if member.startswith("retired/") else None
         return retired_at is not None and now >= int(retired_at[1]) + PAYMENTS_KNOWN_MS
 
-    async def _surplus(self, name: str, kind: str) -> AsyncGenerator[Part, None]:
+    async def _surplus(self, name: str, kind: str) -> AsyncGenerator[KeyPart, None]:
         """The parts of a large key that only the live shard seems to have."""
         async with aclosing(self._pages(self._live, name, kind, 0)) as pages:
             async for page in pages:
                 [values] = await self._read(self._shadow, [page])
                 for member, value in zip(page.what, values, strict=True):
                     if _absent(value):
-                        yield Part(name, kind, (member,))
+                        yield KeyPart(name, kind, (member,))
                 await self._pace()
 
-    async def _first_surplus(self, part: Part) -> list[Part]:
+    async def _first_surplus(self, part: KeyPart) -> list[KeyPart]:
         """As many of them, for a key whose size differs, as are judged at once."""
         [kind] = part.what
-        surplus: list[Part] = []
+        surplus: list[KeyPart] = []
         if kind in _WITH_MEMBERS:
             async with aclosing(self._surplus(part.name, kind)) as doubting:
                 async for doubt in doubting:
@@ -471,7 +473,7 @@ _SOME: Final = {"hash": "hmget", "set": "smismember", "zset": "zmscore"}
 _WITH_MEMBERS: Final = frozenset(_SOME)
 
 
-def _ask(pipe: Any, keys: ShardKeys, part: Part) -> None:
+def _ask(pipe: Any, keys: ShardKeys, part: KeyPart) -> None:
     """Queues the command that reads a part."""
     key = f"{keys.tag}:{part.name}".encode(errors="surrogateescape")
     if part.kind == "key":
@@ -491,30 +493,30 @@ def _ask(pipe: Any, keys: ShardKeys, part: Part) -> None:
         getattr(pipe, _SOME[part.kind])(key, list(part.what))
 
 
-def _differing(part: Part, shadow: Value, live: Value) -> list[Part]:
+def _differing(part: KeyPart, shadow: Value, live: Value) -> list[KeyPart]:
     """The differing parts of a small key that was read whole: one for each field."""
     kind = part.kind.removeprefix("whole ")
     if shadow == live:
         return []
     if kind in ("list", "string"):
-        return [Part(part.name, kind, (0, -1))]
+        return [KeyPart(part.name, kind, (0, -1))]
     if kind == "set":
-        return [Part(part.name, kind, (member,)) for member in sorted(shadow ^ live)]
+        return [KeyPart(part.name, kind, (member,)) for member in sorted(shadow ^ live)]
     shadow_fields, live_fields = dict(shadow), dict(live)
     return [
-        Part(part.name, kind, (field,))
+        KeyPart(part.name, kind, (field,))
         for field in sorted(shadow_fields.keys() | live_fields.keys())
         if shadow_fields.get(field) != live_fields.get(field)
     ]
 
 
-def _differing_parts(page: Part, shadow: Value, live: Value) -> list[Part]:
+def _differing_parts(page: KeyPart, shadow: Value, live: Value) -> list[KeyPart]:
     if shadow == live:
         return []
     if page.kind in ("list", "string"):
         return [page]
     return [
-        Part(page.name, page.kind, (field,))
+        KeyPart(page.name, page.kind, (field,))
         for field, shadow_value, live_value in zip(page.what, shadow, live, strict=True)
         if shadow_value != live_value
     ]
@@ -531,7 +533,7 @@ def _is_cleaned(name: str) -> bool:
     )
 
 
-def _same(part: Part, shadow: Value, live: Value) -> bool:
+def _same(part: KeyPart, shadow: Value, live: Value) -> bool:
     if part.name == "shard":
         # A shard without events has no time, or the time 0.
         return [value or b"0" for value in shadow] == [value or b"0" for value in live]
@@ -562,7 +564,7 @@ def _is_postponed(
     return opening is not None and again in (opening, int(closes_at))
 
 
-def _in_words(shard: int, part: Part, shadow: Value, live: Value) -> list[str]:
+def _in_words(shard: int, part: KeyPart, shadow: Value, live: Value) -> list[str]:
     """A line for each difference."""
     where = f"shard {shard}: {part.name}".encode(errors="backslashreplace").decode()
     if part.kind == "key":
@@ -626,7 +628,7 @@ def _text(value: Any) -> str:
 async def open_shadow(
     redis: Any, keys: KeySpace, shard: int, sealer: Sealer, reader: JournalReader,
     snapshots: Snapshots | None, *,
-    pace: Pace, room: Callable[[str], Awaitable[str]], wait_seconds: float = 10.0, prefix: str = SHADOW,
+    pace: TimeShare, room: Callable[[str], Awaitable[str]], wait_seconds: float = 10.0, prefix: str = SHADOW,
     made: Callable[[int], None] = lambda applied: None,
     compared: Callable[[int, int], None] = lambda keys, of: None,
 ) -> AsyncIterator[ShadowShard]:  # fmt: skip

@@ -40,9 +40,9 @@ from grabstream.streams.history.sources import Lines
 from grabstream.streams.history.stores import (
     MANIFEST,
     ArchiveInUse,
+    ArchiveLease,
     CannotRead,
     Store,
-    Writing,
     in_thread,
 )
 from grabstream.streams.replaying.archive_columns import Part
@@ -62,7 +62,7 @@ class Export(NamedTuple):
     """
 
     archive: Archive
-    writing: Writing
+    writing: ArchiveLease
     left_over: dict[tuple[int, int], list[str]]
 
 
@@ -102,7 +102,7 @@ def _begin(store: Store, system: ArchiveSystem) -> Export:
         raise
 
 
-def _take(store: Store, system: ArchiveSystem, writing: Writing) -> tuple[Manifest, dict[str, int]]:
+def _take(store: Store, system: ArchiveSystem, writing: ArchiveLease) -> tuple[Manifest, dict[str, int]]:
     """Makes the first manifest, or takes an archive in a bucket from the export before, and removes the files
     that it left. Returns the manifest, and the bytes of every file. Raises BadArchive, ArchiveInUse and
     CannotWrite.

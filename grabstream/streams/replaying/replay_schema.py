@@ -70,7 +70,7 @@ _OFFERS_OF_USERS: Final = (
 _BALANCES_OF_USERS: Final = "CREATE VIEW balances AS SELECT * FROM balances_partial WHERE user_id IN ({})"
 
 
-class Definition(NamedTuple):
+class ReplayDefinition(NamedTuple):
     """The source of a replay; only `until` may be later in a later call."""
 
     prefix: str
@@ -93,7 +93,7 @@ class Definition(NamedTuple):
         return {str(shard): [point.seq, point.at] for shard, point in self.until.items()}
 
 
-def partial_views(definition: Definition, shards: int) -> list[str]:
+def partial_views(definition: ReplayDefinition, shards: int) -> list[str]:
     """Names of the views that cannot be exact; `shards` is their number in the system.
 
     Limits are counted for the present time, and across a campaign; accounts and balances, across shards.
@@ -110,7 +110,7 @@ def partial_views(definition: Definition, shards: int) -> list[str]:
     return sorted(names)
 
 
-def what_users_get(definition: Definition, shards: int) -> str | None:
+def what_users_get(definition: ReplayDefinition, shards: int) -> str | None:
     """The effect of a selection by users on views that keep their name; None without one."""
     if not definition.wanted.users:
         return None
@@ -161,7 +161,12 @@ class SchemaSink:
 
 @asynccontextmanager
 async def open_schema(
-    postgres: str, schema: str, system: str, shards: int, definition: Definition, temporary: bool = False
+    postgres: str,
+    schema: str,
+    system: str,
+    shards: int,
+    definition: ReplayDefinition,
+    temporary: bool = False,
 ) -> AsyncIterator[SchemaSink]:
     """A sink for the schema, which is created if it does not exist, and resumed if it does. `system` is the
     schema of the live read models.
@@ -192,7 +197,7 @@ async def open_schema(
 
 
 async def check_schema(
-    connection: AsyncConnection[Any], schema: str, system: str, definition: Definition
+    connection: AsyncConnection[Any], schema: str, system: str, definition: ReplayDefinition
 ) -> bool:
     """Whether the schema exists and contains a replay that this call can resume; raises ReplayRefused if it
     contains anything else.
@@ -311,7 +316,9 @@ def _lock(schema: str) -> str:
     return f"grabstream-replay-{schema}"
 
 
-async def _make(connection: AsyncConnection[Any], schema: str, shards: int, definition: Definition) -> None:
+async def _make(
+    connection: AsyncConnection[Any], schema: str, shards: int, definition: ReplayDefinition
+) -> None:
     async with connection.transaction():
         await create_flat(connection, schema, shards)
         await connection.execute(_GUARD)

@@ -69,7 +69,7 @@ class Limits(NamedTuple):
     attempts_max: int = 18
 
 
-class Outcome(NamedTuple):
+class DeliveryOutcome(NamedTuple):
     """The result of an attempt: delivered or not, the status of the answer, the problem, and the seconds
     after which the receiver wants the next attempt.
     """
@@ -138,7 +138,7 @@ class Receiver:
         if not self._probes(now):
             self._catch_up_at = None
 
-    def note(self, offer: str, outcome: Outcome, now: float) -> None:
+    def note(self, offer: str, outcome: DeliveryOutcome, now: float) -> None:
         """Notes how a request ended. A receiver that refuses one event may take others."""
         if outcome.delivered:
             if self.failures:
@@ -262,7 +262,9 @@ class Sender:
             del receiver.tasks[first.offer]
             self._wake.set()
 
-    async def _record(self, webhook: Webhook, delivery: Delivery, outcome: Outcome) -> Delivery | None:
+    async def _record(
+        self, webhook: Webhook, delivery: Delivery, outcome: DeliveryOutcome
+    ) -> Delivery | None:
         """Records how an attempt ended; returns the next delivery of the offer after a success."""
         async with self._pool.connection() as connection:
             if outcome.delivered:
@@ -282,13 +284,15 @@ class Sender:
             )  # fmt: skip
         return None
 
-    async def _send(self, session: aiohttp.ClientSession, webhook: Webhook, delivery: Delivery) -> Outcome:
+    async def _send(
+        self, session: aiohttp.ClientSession, webhook: Webhook, delivery: Delivery
+    ) -> DeliveryOutcome:
         try:
             check_url(webhook.url, self._limits.http, self._limits.private)
             sealed = secrets_now(webhook, datetime.now(UTC))
             secrets = [self._sealer.open(0, webhook.webhook, SEALED_FOR, one) for one in sealed]
         except (BadUrl, CannotOpen) as error:
-            return Outcome(
+            return DeliveryOutcome(
                 False, problem=_cut(f"the URL: {error}" if isinstance(error, BadUrl) else str(error))
             )
         body = body_of(delivery.type, delivery.at, delivery.body)
@@ -303,7 +307,7 @@ class Sender:
                 return _outcome_of(answer.status, answer.headers.get("retry-after", ""))
         except (aiohttp.ClientError, OSError, ValueError) as error:
             refused = next((one for one in _causes(error) if isinstance(one, RefusedAddress)), error)
-            return Outcome(False, problem=_cut(_words(refused)))
+            return DeliveryOutcome(False, problem=_cut(_words(refused)))
 
 
 def secrets_now(webhook: Webhook, now: datetime) -> list[str]:
@@ -316,12 +320,12 @@ def secrets_now(webhook: Webhook, now: datetime) -> list[str]:
     return [webhook.sealed_secret, before]
 
 
-def _outcome_of(status: int, retry_after: str) -> Outcome:
+def _outcome_of(status: int, retry_after: str) -> DeliveryOutcome:
     if 200 <= status < 300:
-        return Outcome(True, status)
+        return DeliveryOutcome(True, status)
     words = "a redirect, which is not followed" if 300 <= status < 400 else "not a success"
     seconds = retry_after_seconds(retry_after, time.time(), RETRY_AFTER_SECONDS_MAX)
-    return Outcome(False, status, f"the receiver answered {status}: {words}", seconds)
+    return DeliveryOutcome(False, status, f"the receiver answered {status}: {words}", seconds)
 
 
 def _causes(error: BaseException) -> list[BaseException]:

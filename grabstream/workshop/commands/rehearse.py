@@ -26,7 +26,7 @@ from grabstream.ops.commands.operate.verify import print_checks
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.settings import Settings, load_settings
-from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.ops.verification.verifying import verify
 from grabstream.workshop.rehearsal.crowd import Envelope, attempts, envelopes
 from grabstream.workshop.rehearsal.display import Display
@@ -395,7 +395,7 @@ async def _watch(
 
 
 def _print(result: dict[str, Any], as_json: bool) -> None:
-    checks: list[Check] = result["checks"]
+    checks: list[VerificationCheck] = result["checks"]
     passed = all(check.passed for check in checks)
     if as_json:
         print_json(
@@ -477,7 +477,7 @@ def _print_story(result: dict[str, Any]) -> None:
     _print_verdict(result["checks"])
 
 
-def _print_verdict(checks: list[Check]) -> None:
+def _print_verdict(checks: list[VerificationCheck]) -> None:
     passed = all(check.passed for check in checks)
     print_checks(checks)
     console.print("\n[bold green]It all adds up.[/]" if passed else "\n[bold red]It does not add up.[/]")

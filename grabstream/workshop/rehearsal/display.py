@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from grabstream.ops.console.output import console
-from grabstream.workshop.rehearsal.run import Doors, Progress
+from grabstream.workshop.rehearsal.run import Doors, RehearsalProgress
 
 RATE_OVER_SECONDS = 2.0
 PLAIN_EVERY_SECONDS = 3.0
@@ -38,7 +38,7 @@ class Display:
         if self._live:
             self._live.stop()
 
-    def show(self, doors: Doors, progress: Progress) -> None:
+    def show(self, doors: Doors, progress: RehearsalProgress) -> None:
         """Shows the current numbers."""
         answered = sum(doors.answered.values())
         stages = [

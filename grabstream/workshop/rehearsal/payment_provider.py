@@ -87,7 +87,7 @@ _decode_pay = msgspec.json.Decoder(_Pay).decode
 _decode_query = msgspec.json.Decoder(_Query).decode
 
 
-class Payment:
+class ProviderPayment:
     """A payment for a grab: its receipt once it is paid or has failed, and the answers to its receipts. With
     `is_last`, no other is taken for its grab.
     """
@@ -117,7 +117,7 @@ def _host_of(url: str) -> str | None:
         return None
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that the provider refuses, with a status."""
 
     def __init__(self, status: int, reason: str) -> None:
@@ -135,9 +135,9 @@ class PaymentProvider:
         self._decryption = decryption
         self._session = session
         #: By id; several for the grabs of a basket.
-        self._payments: dict[str, list[Payment]] = {}
+        self._payments: dict[str, list[ProviderPayment]] = {}
         #: By system, offer and grab.
-        self._payments_by_grab: dict[tuple[str, str, str], list[Payment]] = {}
+        self._payments_by_grab: dict[tuple[str, str, str], list[ProviderPayment]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.application = Starlette(
             routes=[
@@ -171,29 +171,35 @@ class PaymentProvider:
                 signed = self._decryption.decrypt(signed, TOKEN_LENGTH_MAX)
             token = decode_token(self._keys.read(Purpose.payment_token, signed, TOKEN_LENGTH_MAX))
         except NotEncrypted:
-            raise Refused(401, "token: is not encrypted with the key of this provider") from None
+            raise RequestRefused(401, "token: is not encrypted with the key of this provider") from None
         except NotSigned:
-            raise Refused(401, "token: is not a payment token that is signed with a known key") from None
+            raise RequestRefused(
+                401, "token: is not a payment token that is signed with a known key"
+            ) from None
         except (msgspec.DecodeError, UnicodeDecodeError, Invalid) as error:
-            raise Refused(400, str(error)) from None
+            raise RequestRefused(400, str(error)) from None
         payment = asked.payment or f"pay-{secrets.token_hex(8)}"
         if asked.how not in HOW:
-            raise Refused(400, f"how: must be {', '.join(HOW)}")
+            raise RequestRefused(400, f"how: must be {', '.join(HOW)}")
         if not is_payment_id(payment):
-            raise Refused(400, f"payment: {PAYMENT_WORDS}")
+            raise RequestRefused(400, f"payment: {PAYMENT_WORDS}")
         if token.callback is None or _host_of(token.callback) not in _LOOPBACK:
-            raise Refused(400, "token: its callback must be an address of this machine")
+            raise RequestRefused(400, "token: its callback must be an address of this machine")
         grab = token.aud, token.offer, token.grab
         for known in self._payments.get(payment, ()):
             if (known.token.aud, known.token.offer, known.token.grab) == grab:
-                raise Refused(409, "payment: the id is known for this grab; another payment needs another id")
+                raise RequestRefused(
+                    409, "payment: the id is known for this grab; another payment needs another id"
+                )
             if (known.token.aud, known.token.user) != (token.aud, token.user):
-                raise Refused(409, "payment: the id is that of a payment of another user or system")
+                raise RequestRefused(409, "payment: the id is that of a payment of another user or system")
         if any(known.is_last for known in self._payments_by_grab.get(grab, ())):
-            raise Refused(409, "token: the buyer gave up this grab, so nothing can be paid for it any more")
+            raise RequestRefused(
+                409, "token: the buyer gave up this grab, so nothing can be paid for it any more"
+            )
         if sum(map(len, self._payments_by_grab.values())) >= PAYMENTS_MAX:
-            raise Refused(503, f"the provider keeps {PAYMENTS_MAX} payments; start it again")
-        made = Payment(payment, token, asked.how == "abandons")
+            raise RequestRefused(503, f"the provider keeps {PAYMENTS_MAX} payments; start it again")
+        made = ProviderPayment(payment, token, asked.how == "abandons")
         self._payments.setdefault(payment, []).append(made)
         self._payments_by_grab.setdefault(grab, []).append(made)
         if asked.how != "late":
@@ -209,9 +215,9 @@ class PaymentProvider:
             text = _decode_query(await _body_of(request, QUERY_BODY_BYTES_MAX)).query
             query = decode_query(self._keys.read(Purpose.payment_query, text, QUERY_LENGTH_MAX))
         except NotSigned:
-            raise Refused(401, "query: is not signed with a known key") from None
+            raise RequestRefused(401, "query: is not signed with a known key") from None
         except (msgspec.DecodeError, UnicodeDecodeError, Invalid) as error:
-            raise Refused(400, str(error)) from None
+            raise RequestRefused(400, str(error)) from None
         answer = PaymentAnswer(aud=query.aud, query=query.id, payments=tuple(self._states(query)))
         return 200, {"answer": self._keys.sign(Purpose.payment_answer, encode_claims(answer))}
 
@@ -252,11 +258,11 @@ class PaymentProvider:
         for payment in self._payments.get(request.path_params["payment"], ()):
             if offer in (None, payment.token.offer) and grab in (None, payment.token.grab):
                 return 200, payment.document()
-        raise Refused(404, "there is no such payment")
+        raise RequestRefused(404, "there is no such payment")
 
     # -- payments --------------------------------------------------------------------------------------------
 
-    def _settle(self, payment: Payment, asked: _Pay) -> None:
+    def _settle(self, payment: ProviderPayment, asked: _Pay) -> None:
         """Decides what became of a payment."""
         token = payment.token
         named: dict[str, Any] = {
@@ -273,7 +279,7 @@ class PaymentProvider:
         currency = token.currency if asked.currency is None else asked.currency
         payment.receipt = Receipt(**named, status="paid", at=now_ms(), paid=paid, currency=currency)
 
-    async def _carry_out(self, payment: Payment, asked: _Pay) -> None:
+    async def _carry_out(self, payment: ProviderPayment, asked: _Pay) -> None:
         if asked.how == "late":
             seconds = max(0.0, (payment.token.deadline_at - now_ms()) / 1000) + LATE_SECONDS
             await asyncio.sleep(seconds)
@@ -288,7 +294,7 @@ class PaymentProvider:
             await self._repeat(payment, text)
         payment.is_done = True
 
-    async def _repeat(self, payment: Payment, text: str) -> None:
+    async def _repeat(self, payment: ProviderPayment, text: str) -> None:
         """Sends a receipt until it is answered with 2xx."""
         pause_seconds = PAUSE_SECONDS
         for _ in range(ATTEMPTS_MAX):
@@ -298,7 +304,7 @@ class PaymentProvider:
             pause_seconds = min(pause_seconds * 2, PAUSE_SECONDS_MAX)
         log.error("payment %s: its receipt got no usable answer", payment.payment)
 
-    async def _send(self, payment: Payment, text: str) -> int:
+    async def _send(self, payment: ProviderPayment, text: str) -> int:
         """Sends a receipt once; returns the status of the answer, 0 without one."""
         answer: dict[str, Any] = {"status": 0}
         try:
@@ -329,7 +335,7 @@ def _answering(handler: Any) -> Any:
     async def endpoint(request: Request) -> Response:
         try:
             status, document = await handler(request)
-        except Refused as refused:
+        except RequestRefused as refused:
             status, document = refused.status, {"reason": str(refused)}
         return JSONResponse(document, status)
 
@@ -341,7 +347,7 @@ async def _body_of(request: Request, bytes_max: int) -> bytes:
     async for piece in request.stream():
         body += piece
         if len(body) > bytes_max:
-            raise Refused(413, f"a body has at most {bytes_max} bytes")
+            raise RequestRefused(413, f"a body has at most {bytes_max} bytes")
     return body
 
 

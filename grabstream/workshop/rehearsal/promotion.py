@@ -13,7 +13,7 @@ from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, Open, Redeem, Unredeem
 from grabstream.models.events import GrabRedeemed
 from grabstream.models.offers import CouponTerms, Limit
-from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.workshop.rehearsal.clock import HOUR_MS, MINUTE_MS, TIMEZONE, moment, shown
 from grabstream.workshop.rehearsal.story import Story, chunks, refused_by_outcome
 
@@ -184,7 +184,7 @@ class Promotion(Story):
     def _redeem(self, grab: str) -> Redeem:
         return Redeem(id=self.new_id("redeem"), offer=self.offer, grab=grab, order=self.new_id("order"))
 
-    def story_checks(self) -> list[Check]:
+    def story_checks(self) -> list[VerificationCheck]:
         """Checks that each code has one user, that no coupon was used too late, and that each limit was
         reached.
         """
@@ -201,9 +201,11 @@ class Promotion(Story):
         )
         reached = {f"{answer.limit.by}/{answer.limit.per}" for answer in self.answers if answer.limit}
         return [
-            Check("each code belongs to one user", len(codes), "codes", repeated + unknown + missing),
-            Check("no coupon used after it expired", len(uses), "uses", late),
-            Check(
+            VerificationCheck(
+                "each code belongs to one user", len(codes), "codes", repeated + unknown + missing
+            ),
+            VerificationCheck("no coupon used after it expired", len(uses), "uses", late),
+            VerificationCheck(
                 "every limit was met",
                 len(reached),
                 "limits",

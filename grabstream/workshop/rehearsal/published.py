@@ -7,10 +7,10 @@ from typing import Final, NamedTuple
 
 from grabstream.models.journal import named
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification.checks import Check, Problems
+from grabstream.ops.verification.checks import Problems, VerificationCheck
 from grabstream.projections.cursors import facts_without_transfers, single_facts
 from grabstream.streams.history.sources import JournalSource
-from grabstream.streams.journal import JournalReader, Record, open_reader
+from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
 from grabstream.streams.projecting.publisher import CURSOR_HEADER
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.stage import CannotGoOn, Patience
@@ -30,7 +30,7 @@ class PublishedRecord(NamedTuple):
     has_cursor: bool
 
 
-async def published_check(settings: Settings, check: Callable[[], None]) -> Check:
+async def published_check(settings: Settings, check: Callable[[], None]) -> VerificationCheck:
     """Waits until the publisher has come to the end of the journal, or has not moved for long, and compares.
     Raises what `check` raises.
     """
@@ -64,7 +64,7 @@ async def published_records(events: JournalReader, shard: int, from_offset: int 
         return [_published(record) async for records in lists for record in records]
 
 
-def _published(record: Record) -> PublishedRecord:
+def _published(record: JournalRecord) -> PublishedRecord:
     headers = named(record.headers)
     id_ = headers.get("ce_id", b"").decode(errors="replace")
     return PublishedRecord(record.offset, id_, record.value, CURSOR_HEADER in headers)
@@ -76,7 +76,7 @@ def _is_complete(lines: Sequence[bytes], records: Sequence[PublishedRecord], sha
 
 def compare_published(
     lines: Mapping[int, Sequence[bytes]], records: Mapping[int, Sequence[PublishedRecord]]
-) -> Check:
+) -> VerificationCheck:
     """Compares, by shard, the events of the journal with the records of `grab.events`.
 
     A publisher that starts again repeats what follows a cursor in the topic, up to its end. Such repeats are
@@ -86,7 +86,7 @@ def compare_published(
     for shard, expected in lines.items():
         repeated += _compare_shard(shard, expected, records[shard], problems)
     notes = [f"{repeated:,} repeated by a publisher that started again"] if repeated else []
-    return Check(NAME, sum(map(len, lines.values())), "events", problems.lines, notes)
+    return VerificationCheck(NAME, sum(map(len, lines.values())), "events", problems.lines, notes)
 
 
 def _compare_shard(

@@ -490,7 +490,7 @@ def _require_opened(refused: Sequence[Answer]) -> None:
         raise CannotGoOn(f"{answer.offer} was not opened: {answer.outcome} {answer.message or ''}")
 
 
-class Progress(msgspec.Struct):
+class RehearsalProgress(msgspec.Struct):
     """How many events each stage has, in all shards together. `complete`: every stage of every shard has the
     same events.
     """
@@ -501,7 +501,7 @@ class Progress(msgspec.Struct):
     complete: bool = False
 
 
-async def read_progress(redis: Any, keys: KeySpace, connection: AsyncConnection[Any]) -> Progress:
+async def read_progress(redis: Any, keys: KeySpace, connection: AsyncConnection[Any]) -> RehearsalProgress:
     """Reads from Redis and PostgreSQL how many events each stage has.
 
     It is complete when every shard decides and all its stages are at the same event. A Redis that has lost
@@ -515,7 +515,7 @@ async def read_progress(redis: Any, keys: KeySpace, connection: AsyncConnection[
     rows = await (await connection.execute("SELECT projection, shard, seq FROM cursors")).fetchall()
     cursors = {(projection, shard): seq for projection, shard, seq in rows}
     decided, journaled = ([int(state[index] or 0) for state in states] for index in (0, 1))
-    return Progress(
+    return RehearsalProgress(
         sum(decided),
         sum(journaled),
         {name: sum(cursors.get((name, shard), 0) for shard in shards) for name in PROJECTIONS},

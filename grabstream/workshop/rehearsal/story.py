@@ -32,7 +32,7 @@ from grabstream.ops.connections.opening import gate_limits, key_space, open_redi
 from grabstream.ops.console.output import console
 from grabstream.ops.console.progress import bar
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections.records.demand import record
 from grabstream.streams.deciding.sweeper import Sweeper, demand_row
@@ -61,7 +61,7 @@ _EVENT_OF: Final = {
 _NO_DEMAND: Final = frozenset({Outcome.invalid, Outcome.fenced, Outcome.busy, Outcome.conflict})
 
 
-class Display:
+class StoryDisplay:
     """Shows the simulated time and the stage of the story: a live line in a terminal, else a line per stage;
     with `quiet` nothing.
     """
@@ -77,7 +77,7 @@ class Display:
         self._task = self._progress.add_task("", clock=shown(clock.now_ms), news="", total=1.0)
         self._began = clock.now_ms
 
-    def __enter__(self) -> "Display":
+    def __enter__(self) -> "StoryDisplay":
         self._progress.start()
         return self
 
@@ -122,7 +122,7 @@ class Story:
     ) -> None:
         self.clock = Clock(self.begins_ms)
         self.tally = Tally(self.clock)
-        self.display = Display(self.clock, quiet)
+        self.display = StoryDisplay(self.clock, quiet)
         self.random = random.Random(seed)
         self.people = people
         self.campaign = f"{self.name}-{seed}"
@@ -138,7 +138,7 @@ class Story:
             tickets=tickets,
         )
         self._settings, self._redis, self._reader, self._stage = settings, redis, reader, stage
-        self._interim_checks: list[Check] = []
+        self._interim_checks: list[VerificationCheck] = []
         # All offers are of one campaign, so in one shard.
         self._shard = self._keys.shard(self._keys.shard_of_offer(self.campaign))
         self._sweeper = Sweeper(redis, self._shard, settings.shards, settings.clock_skew_ms_max)
@@ -166,7 +166,7 @@ class Story:
         """The published result, a row per offer."""
         raise NotImplementedError
 
-    def story_checks(self) -> list[Check]:
+    def story_checks(self) -> list[VerificationCheck]:
         """The checks of this story alone."""
         return []
 
@@ -310,7 +310,7 @@ class Story:
             check._replace(name=f"{check.name}, {when}") for check in await self.verify()
         ]
 
-    async def verify(self) -> list[Check]:
+    async def verify(self) -> list[VerificationCheck]:
         """Runs `verify` after the read models have caught up, which may have started later than the story."""
         async with await open_books(self._settings) as books:
             await until_in_books(self._redis, self._keys, books, self._stage.check)
@@ -331,7 +331,7 @@ class Story:
         finally:
             await self._gate.close()
 
-    async def checks(self) -> list[Check]:
+    async def checks(self) -> list[VerificationCheck]:
         """The checks of the verdict, without those of `verify`."""
         self._compare_payments()
         self._compare_answers()
@@ -343,7 +343,7 @@ class Story:
                 f"{name}: {grab.held} held, {held} on the account",
             )
         tally = [
-            Check(name, count, "times", self.tally.problems[name])
+            VerificationCheck(name, count, "times", self.tally.problems[name])
             for name, count in self.tally.checked.items()
         ]
         return [*tally, self._money(), await self._demand(), *self.story_checks(), *self._interim_checks]
@@ -389,7 +389,7 @@ class Story:
                 f"{command.id}: answered {answer}, the journal has {event}",
             )
 
-    def _money(self) -> Check:
+    def _money(self) -> VerificationCheck:
         """Checks that the money paid for confirmed grabs is what the issuers have plus what was refunded, and
         that each payment that could not be served waits for its refund.
         """
@@ -419,9 +419,11 @@ class Story:
                         f"{payment}: {paid[payment]} confirmed, {due[payment]} could not be served, "
                         f"{tally.refunds[payment]} returned, but {to_refund} on its refund account"
                     )
-        return Check("money confirmed = issuer's + refunds", sum(paid.values()), "minor units", problems)
+        return VerificationCheck(
+            "money confirmed = issuer's + refunds", sum(paid.values()), "minor units", problems
+        )
 
-    async def _demand(self) -> Check:
+    async def _demand(self) -> VerificationCheck:
         """Checks that the refusals that were counted, in Redis and then in PostgreSQL, are those that were
         answered.
         """
@@ -443,7 +445,9 @@ class Story:
             for key in sorted(counted.keys() | answered.keys())
             if counted[key] != answered[key]
         ]
-        return Check("refusals counted = refusals answered", answered.total(), "refusals", problems)
+        return VerificationCheck(
+            "refusals counted = refusals answered", answered.total(), "refusals", problems
+        )
 
 
 async def tell(

@@ -6,12 +6,14 @@ from typing import Any
 from psycopg import AsyncConnection
 
 from grabstream.ops.console.output import counted
-from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.workshop.rehearsal.crowd import Envelope
 from grabstream.workshop.rehearsal.run import Doors
 
 
-async def verdict(connection: AsyncConnection[Any], chosen: Sequence[Envelope], doors: Doors) -> list[Check]:
+async def verdict(
+    connection: AsyncConnection[Any], chosen: Sequence[Envelope], doors: Doors
+) -> list[VerificationCheck]:
     """The checks of the rehearsal itself. `verify` has those that apply to every system."""
     offers = {
         row[0]: row[1:]
@@ -30,11 +32,11 @@ async def _rows(connection: AsyncConnection[Any], query: str) -> list[Any]:
     return await (await connection.execute(query.encode())).fetchall()
 
 
-def all_answered(doors: Doors) -> Check:
+def all_answered(doors: Doors) -> VerificationCheck:
     """Checks that every attempt has an answer, and that a second answer equals the first."""
     missing = doors.total - sum(doors.answered.values())
     problems = [f"{counted(missing, 'attempts')} without an answer"] if missing > 0 else []
-    return Check(
+    return VerificationCheck(
         "every command was answered, repeats identically",
         sum(doors.answered.values()),
         "answers",
@@ -42,7 +44,9 @@ def all_answered(doors: Doors) -> Check:
     )
 
 
-def _granted_equals_parts(chosen: Sequence[Envelope], offers: dict[str, Any], doors: Doors) -> Check:
+def _granted_equals_parts(
+    chosen: Sequence[Envelope], offers: dict[str, Any], doors: Doors
+) -> VerificationCheck:
     """Checks that every wanted part is granted: of an envelope with a deadline, one to each user who was not
     answered `over`.
     """
@@ -58,10 +62,10 @@ def _granted_equals_parts(chosen: Sequence[Envelope], offers: dict[str, Any], do
                 f"{envelope.offer}: {state} with {grabs} parts granted, expected closed with {wanted}"
                 f"{late_users}"
             )
-    return Check("granted = parts", parts, "parts", problems)
+    return VerificationCheck("granted = parts", parts, "parts", problems)
 
 
-def _sums(chosen: Sequence[Envelope], offers: dict[str, Any]) -> Check:
+def _sums(chosen: Sequence[Envelope], offers: dict[str, Any]) -> VerificationCheck:
     problems = []
     for envelope in chosen:
         _, _, given, refunded, total = offers.get(envelope.offer, ("", 0, 0, 0, 0))
@@ -71,16 +75,16 @@ def _sums(chosen: Sequence[Envelope], offers: dict[str, Any]) -> Check:
                 f"{envelope.terms.total} put in"
             )
     total = sum(envelope.terms.total for envelope in chosen)
-    return Check("sum paid + given back = sum put in", total, "minor units", problems)
+    return VerificationCheck("sum paid + given back = sum put in", total, "minor units", problems)
 
 
-async def _nobody_twice(connection: AsyncConnection[Any]) -> Check:
+async def _nobody_twice(connection: AsyncConnection[Any]) -> VerificationCheck:
     duplicates = await _rows(
         connection,
         "SELECT offer, user_id, count(*) FROM grabs GROUP BY offer, user_id HAVING count(*) > 1 LIMIT 100",
     )
     [(people,)] = await _rows(connection, "SELECT count(*) FROM grabs")
-    return Check(
+    return VerificationCheck(
         "no user twice",
         people,
         "grabs",
@@ -88,7 +92,7 @@ async def _nobody_twice(connection: AsyncConnection[Any]) -> Check:
     )
 
 
-async def _promises_kept(connection: AsyncConnection[Any], doors: Doors) -> Check:
+async def _promises_kept(connection: AsyncConnection[Any], doors: Doors) -> VerificationCheck:
     """Checks that every grant that was answered is in the read models, with the same amount."""
     booked = {
         (offer, grab): amount
@@ -102,4 +106,4 @@ async def _promises_kept(connection: AsyncConnection[Any], doors: Doors) -> Chec
             if booked.get((offer, grab)) != amount:
                 in_books = booked.get((offer, grab), "nothing")
                 problems.append(f"{grab} was answered {amount}, the read models have {in_books}")
-    return Check("every acknowledged grant is in the books", answered, "grants", problems)
+    return VerificationCheck("every acknowledged grant is in the books", answered, "grants", problems)

@@ -23,7 +23,7 @@ from grabstream.models.events import AnyEvent, GrabHeld
 from grabstream.models.offers import Changes, PieceTerms
 from grabstream.ops.formats.offer_files import BadOfferFile, read_offers
 from grabstream.ops.formats.offer_plan import plan_rows
-from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.workshop.rehearsal.clock import HOUR_MS, MINUTE_MS, TIMEZONE, moment
 from grabstream.workshop.rehearsal.story import Story, chunks, refused_by_outcome
 
@@ -419,7 +419,7 @@ class Week(Story):
 
     # -- verdict and result ----------------------------------------------------------------------------------
 
-    def story_checks(self) -> list[Check]:
+    def story_checks(self) -> list[VerificationCheck]:
         """Checks that all offers are retired, and that every outcome of the story has occurred."""
         offers = self.tally.offers
         not_retired = [name for name, offer in offers.items() if offer.retired_at is None]
@@ -436,13 +436,13 @@ class Week(Story):
             [] if from_queue else ["no user got units from the waiting list"]
         )
         return [
-            Check(
+            VerificationCheck(
                 "every offer closed and retired",
                 len(offers),
                 "offers",
                 [f"{name}: not retired" for name in not_retired],
             ),
-            Check("every planned case has happened", len(expected), "outcomes", missing),
+            VerificationCheck("every planned case has happened", len(expected), "outcomes", missing),
         ]
 
     def result(self) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ _RELATED: Final = {
 _ABSENT: Final = "nothing"
 
 
-class Difference(NamedTuple):
+class SchemaDifference(NamedTuple):
     """A difference: where it is (`$.terms.price`), its kind (a key of MEANING), and a text with the old and
     the new value.
     """
@@ -73,7 +73,7 @@ class Difference(NamedTuple):
         return max(verdicts, key=VERDICTS.index)
 
 
-def differences(old: Schema, new: Schema) -> list[Difference]:
+def differences(old: Schema, new: Schema) -> list[SchemaDifference]:
     """Every difference between two schemas, in the order of their fields."""
     return list(_Comparison(old, new).compare("$", old, new))
 
@@ -84,7 +84,7 @@ class _Comparison:
     def __init__(self, old: Schema, new: Schema) -> None:
         self._old_root, self._new_root = old, new
 
-    def compare(self, where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+    def compare(self, where: str, old: Schema, new: Schema) -> Iterator[SchemaDifference]:
         old, new = _resolved(self._old_root, old), _resolved(self._new_root, new)
         if old == new and "$defs" not in old and not _refers(old):
             return
@@ -96,23 +96,23 @@ class _Comparison:
                 where if name in ("object", *_SIMPLE) else f"{where}({name})", olds[name], news[name]
             )
 
-    def _one(self, where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+    def _one(self, where: str, old: Schema, new: Schema) -> Iterator[SchemaDifference]:
         """Two schemas of one type."""
         yield from _values(where, old, new)
         yield from _bounds(where, old, new)
         yield from self._members(where, old, new)
         yield from self._fields(where, old, new)
 
-    def _fields(self, where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+    def _fields(self, where: str, old: Schema, new: Schema) -> Iterator[SchemaDifference]:
         olds, news = old.get("properties", {}), new.get("properties", {})
         for field, schema in olds.items():
             inside = f"{where}.{field}"
             if field not in news:
-                yield Difference(inside, "field removed", "the new schema lacks it")
+                yield SchemaDifference(inside, "field removed", "the new schema lacks it")
                 continue
             was, is_ = field in old.get("required", ()), field in new.get("required", ())
             if was != is_:
-                yield Difference(
+                yield SchemaDifference(
                     inside,
                     *(
                         ("became required", "can no longer be left out")
@@ -122,17 +122,17 @@ class _Comparison:
                 )
             elif not was and schema.get("default", _ABSENT) != news[field].get("default", _ABSENT):
                 defaults = [either.get("default", _ABSENT) for either in (schema, news[field])]
-                yield Difference(
+                yield SchemaDifference(
                     inside, "default changed", f"left out, it meant {defaults[0]!r}, now {defaults[1]!r}"
                 )
             yield from self.compare(inside, schema, news[field])
         for field in (field for field in news if field not in olds):
             required = field in new.get("required", ())
-            yield Difference(
+            yield SchemaDifference(
                 f"{where}.{field}", "required field added" if required else "field added", "a new field"
             )
 
-    def _members(self, where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+    def _members(self, where: str, old: Schema, new: Schema) -> Iterator[SchemaDifference]:
         """The members of a list or of a map."""
         for word, inside in (
             ("items", f"{where}[]"),
@@ -147,13 +147,13 @@ class _Comparison:
                 or isinstance(is_, dict)
                 or (was != is_ and word != "additionalProperties")
             ):
-                yield Difference(inside, "cannot be compared", f"{word}: {was} → {is_}")
+                yield SchemaDifference(inside, "cannot be compared", f"{word}: {was} → {is_}")
             elif was != is_:
                 kind = "unknown fields are allowed" if is_ else "unknown fields are refused"
-                yield Difference(where, kind, kind)
+                yield SchemaDifference(where, kind, kind)
         olds, news = old.get("prefixItems", []), new.get("prefixItems", [])
         if len(olds) != len(news):
-            yield Difference(where, "type changed", f"{len(olds)} members → {len(news)}")
+            yield SchemaDifference(where, "type changed", f"{len(olds)} members → {len(news)}")
             return
         for index, (was, is_) in enumerate(zip(olds, news, strict=True)):
             yield from self.compare(f"{where}[{index}]", was, is_)
@@ -193,13 +193,15 @@ def _enum(schema: Schema) -> list[Any]:
     return [schema["const"]] if "const" in schema else list(schema["enum"])
 
 
-def _not_understood(where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+def _not_understood(where: str, old: Schema, new: Schema) -> Iterator[SchemaDifference]:
     for word in sorted((old.keys() | new.keys()) - _UNDERSTOOD):
         if old.get(word) != new.get(word):
-            yield Difference(where, "cannot be compared", f"{word}: {old.get(word)} → {new.get(word)}")
+            yield SchemaDifference(where, "cannot be compared", f"{word}: {old.get(word)} → {new.get(word)}")
 
 
-def _other_alternatives(where: str, old: dict[str, Schema], new: dict[str, Schema]) -> Iterator[Difference]:
+def _other_alternatives(
+    where: str, old: dict[str, Schema], new: dict[str, Schema]
+) -> Iterator[SchemaDifference]:
     removed = [name for name in old if name not in new]
     added = [name for name in new if name not in old]
     if removed and added:
@@ -208,46 +210,46 @@ def _other_alternatives(where: str, old: dict[str, Schema], new: dict[str, Schem
             if len(removed) == len(added) == 1
             else "type changed"
         )
-        yield Difference(where, kind, f"{', '.join(removed)} → {', '.join(added)}")
+        yield SchemaDifference(where, kind, f"{', '.join(removed)} → {', '.join(added)}")
         return
     for name in removed:
         kind = "narrowed" if name in _SIMPLE else "alternative removed"
-        yield Difference(where, kind, f"{name} is no longer allowed")
+        yield SchemaDifference(where, kind, f"{name} is no longer allowed")
     for name in added:
         kind = "widened" if name in _SIMPLE else "alternative added"
-        yield Difference(where, kind, f"{name} is allowed too")
+        yield SchemaDifference(where, kind, f"{name} is allowed too")
 
 
-def _values(where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+def _values(where: str, old: Schema, new: Schema) -> Iterator[SchemaDifference]:
     if not ({"enum", "const"} & old.keys() and {"enum", "const"} & new.keys()):
         return
     was, is_ = _enum(old), _enum(new)
     if not any(value in is_ for value in was):
-        yield Difference(where, "type changed", f"{was} → {is_}")
+        yield SchemaDifference(where, "type changed", f"{was} → {is_}")
         return
     for value in was:
         if value not in is_:
-            yield Difference(where, "value removed", f"{value!r} is no longer allowed")
+            yield SchemaDifference(where, "value removed", f"{value!r} is no longer allowed")
     for value in is_:
         if value not in was:
-            yield Difference(where, "value added", f"{value!r} is allowed too")
+            yield SchemaDifference(where, "value added", f"{value!r} is allowed too")
 
 
-def _bounds(where: str, old: Schema, new: Schema) -> Iterator[Difference]:
+def _bounds(where: str, old: Schema, new: Schema) -> Iterator[SchemaDifference]:
     for words, sign in ((_LEAST, 1), (_MOST, -1)):
         for word in words:
             was, is_ = old.get(word), new.get(word)
             if was == is_:
                 continue
             narrower = is_ is not None and (was is None or (is_ - was) * sign > 0)
-            yield Difference(
+            yield SchemaDifference(
                 where, "narrowed" if narrower else "widened", f"{word} {_shown(was)} → {_shown(is_)}"
             )
     for word in ("pattern", "format"):
         was, is_ = old.get(word), new.get(word)
         if was != is_:
             kind = "narrowed" if was is None else "widened" if is_ is None else "cannot be compared"
-            yield Difference(where, kind, f"{word} {_shown(was)} → {_shown(is_)}")
+            yield SchemaDifference(where, kind, f"{word} {_shown(was)} → {_shown(is_)}")
 
 
 def _shown(value: Any) -> str:

@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 
 from grabstream.workshop.schemas.compatibility import (
     VERDICTS,
-    Difference,
     Direction,
     Schema,
+    SchemaDifference,
     Verdict,
     differences,
 )
@@ -33,7 +33,7 @@ class Contract(NamedTuple):
     asyncapi: Mapping[str, Any]
 
 
-class Change(NamedTuple):
+class SchemaChange(NamedTuple):
     """A change: its verdict, the name of what changed, where in it, a description, and what to do instead
     (empty when nothing has to be done).
     """
@@ -57,12 +57,12 @@ def read_release(folder: Path, version: str) -> Contract:
     return Contract(released["schemas"], released["asyncapi"])
 
 
-def verdict_of(changes: Collection[Change]) -> Verdict:
+def verdict_of(changes: Collection[SchemaChange]) -> Verdict:
     """The worst verdict of all changes."""
     return max((change.verdict for change in changes), key=VERDICTS.index, default="compatible")
 
 
-def changes_between(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) -> list[Change]:
+def changes_between(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) -> list[SchemaChange]:
     """Every change since a release, the worst first. `upcasts` are the (type, version) for which upcasters to
     the next version exist.
     """
@@ -79,21 +79,23 @@ def _of(contract: Contract, folder: str) -> dict[str, Schema]:
     return {name: schema for name, schema in contract.schemas.items() if name.startswith(f"{folder}/")}
 
 
-def _changes(name: str, old: Schema, new: Schema, way_out: str, *directions: Direction) -> Iterator[Change]:
+def _changes(
+    name: str, old: Schema, new: Schema, way_out: str, *directions: Direction
+) -> Iterator[SchemaChange]:
     for difference in differences(old, new):
         verdict = difference.verdict(*directions)
-        yield Change(
+        yield SchemaChange(
             verdict, name, difference.where, _in_words(difference), way_out if verdict == "breaking" else ""
         )
 
 
-def _in_words(difference: Difference) -> str:
+def _in_words(difference: SchemaDifference) -> str:
     return (
         difference.words if difference.words == difference.kind else f"{difference.kind}: {difference.words}"
     )
 
 
-def _commands(old: Contract, new: Contract) -> Iterator[Change]:
+def _commands(old: Contract, new: Contract) -> Iterator[SchemaChange]:
     olds, news = _of(old, "commands"), _of(new, "commands")
     way_out = (
         "keep accepting every command that was accepted: make a new field optional, or add a command of "
@@ -103,11 +105,11 @@ def _commands(old: Contract, new: Contract) -> Iterator[Change]:
         if name in news:
             yield from _changes(name, schema, news[name], way_out, "reads")
         else:
-            yield Change("breaking", name, "$", "the command was removed", "keep it")
-    yield from (Change("compatible", name, "$", "a new command") for name in news if name not in olds)
+            yield SchemaChange("breaking", name, "$", "the command was removed", "keep it")
+    yield from (SchemaChange("compatible", name, "$", "a new command") for name in news if name not in olds)
 
 
-def _answers(old: Contract, new: Contract) -> Iterator[Change]:
+def _answers(old: Contract, new: Contract) -> Iterator[SchemaChange]:
     news = _of(new, "answers")
     for name, schema in _of(old, "answers").items():
         yield from _changes(
@@ -127,11 +129,11 @@ def _versions(contract: Contract) -> dict[str, int]:
     return newest
 
 
-def _events(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) -> Iterator[Change]:
+def _events(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) -> Iterator[SchemaChange]:
     olds, news = _versions(old), _versions(new)
     for type_, released in olds.items():
         if type_ not in news:
-            yield Change(
+            yield SchemaChange(
                 "breaking",
                 f"events/{type_}",
                 "$",
@@ -139,7 +141,7 @@ def _events(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) 
                 "keep it: journals keep such events permanently",
             )
         elif news[type_] < released:
-            yield Change(
+            yield SchemaChange(
                 "breaking",
                 f"events/{type_}",
                 "$",
@@ -153,7 +155,7 @@ def _events(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) 
         if name in new.schemas:
             yield from _changes(name, schema, new.schemas[name], way_out, "reads", "writes")
         elif (event := _event_name(name)) and news.get(event["type"], 0) > int(event["version"]):
-            yield Change(
+            yield SchemaChange(
                 "breaking",
                 name,
                 "$",
@@ -161,43 +163,43 @@ def _events(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) 
                 "keep the file: journals keep such events permanently",
             )
     for type_ in (type_ for type_ in news if type_ not in olds):
-        yield Change(
+        yield SchemaChange(
             "warning", f"events/{type_}", "$", "a new type: readers that list all types must know it"
         )
 
 
 def _raised(
     type_: str, released: int, current: int, upcasts: Collection[tuple[str, int]]
-) -> Iterator[Change]:
+) -> Iterator[SchemaChange]:
     name = f"events/{type_}"
     for version in range(released, current):
         if (type_, version) not in upcasts:
             words = f"v{version} was raised to v{version + 1} without an upcaster"
-            yield Change("breaking", name, "$.v", words, "write the upcaster in models/upcasters.py")
+            yield SchemaChange("breaking", name, "$.v", words, "write the upcaster in models/upcasters.py")
     if current > released:
         words = (
             f"v{released} → v{current}: readers of the journal and of the events topic must know both "
             f"before the first event of v{current} is written"
         )
-        yield Change("warning", name, "$.v", words)
+        yield SchemaChange("warning", name, "$.v", words)
 
 
 # -- topics --------------------------------------------------------------------------------------------------
 
 
-def _topics(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+def _topics(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[SchemaChange]:
     for name, was in old["channels"].items():
         topic, is_ = f"topics/{name}", new["channels"].get(name)
         if is_ is None:
-            yield Change("breaking", topic, "$", "the topic was removed", "keep it")
+            yield SchemaChange("breaking", topic, "$", "the topic was removed", "keep it")
             continue
         if was["address"] != is_["address"]:
-            yield Change(
+            yield SchemaChange(
                 "breaking", topic, "$.address", f"{was['address']} → {is_['address']}", "keep the name"
             )
         kept = [channel["bindings"]["kafka"]["topicConfiguration"]["retention.ms"] for channel in (was, is_)]
         if kept[0] != kept[1] and kept[1] != FOR_EVER and (kept[0] == FOR_EVER or kept[1] < kept[0]):
-            yield Change(
+            yield SchemaChange(
                 "warning",
                 topic,
                 "$.retention",
@@ -210,7 +212,7 @@ def _topics(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
                 )
             elif name != "events":
                 # Removed types of events are reported by _events.
-                yield Change(
+                yield SchemaChange(
                     "breaking", f"{topic}/{message}", "$", "the topic no longer has this message", "keep it"
                 )
 
@@ -220,7 +222,7 @@ def _message_in(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return message
 
 
-def _message(name: str, topic: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+def _message(name: str, topic: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[SchemaChange]:
     """The changes of a message's headers and key."""
     # grabstream itself reads the headers of old blocks of the journal.
     directions: tuple[Direction, ...] = ("reads", "writes") if topic == "journal" else ("writes",)
@@ -234,7 +236,7 @@ def _message(name: str, topic: str, old: Mapping[str, Any], new: Mapping[str, An
     )
     keys = [message["bindings"]["kafka"].get("key") for message in (old, new)]
     if keys[0] != keys[1]:
-        yield Change(
+        yield SchemaChange(
             "breaking",
             f"{name}/key",
             "$",

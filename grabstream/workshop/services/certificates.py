@@ -29,7 +29,7 @@ class Certificate(NamedTuple):
     both: Path
 
 
-class Authority:
+class CertificateAuthority:
     """Signs certificates; its own is in the file `ca`. Every file is made once. Only its owner can read it,
     apart from `ca`.
     """

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from grabstream.workshop.services.certificates import Authority
+from grabstream.workshop.services.certificates import CertificateAuthority
 from grabstream.workshop.services.secure import ADMINISTRATOR, Passwords, SecureKafka, SecureRedis
 
 
-class Place(NamedTuple):
+class ContainerServer(NamedTuple):
     """A server as its container sees it: its name in the network, its port, and the folders of its files and
     of its data.
     """
@@ -29,9 +29,13 @@ class Place(NamedTuple):
 class Places(NamedTuple):
     """The three servers, the port of Kafka's controller, and the folder that grabstream sees."""
 
-    redis: Place = Place("redis-secure", 6379, Path("/tls"), Path("/data"))
-    kafka: Place = Place("kafka-secure", 29092, Path("/certificates"), Path("/var/lib/kafka/data"))
-    postgres: Place = Place("postgres-secure", 5432, Path("/tls"), Path("/var/lib/postgresql/data"))
+    redis: ContainerServer = ContainerServer("redis-secure", 6379, Path("/tls"), Path("/data"))
+    kafka: ContainerServer = ContainerServer(
+        "kafka-secure", 29092, Path("/certificates"), Path("/var/lib/kafka/data")
+    )
+    postgres: ContainerServer = ContainerServer(
+        "postgres-secure", 5432, Path("/tls"), Path("/var/lib/postgresql/data")
+    )
     controller_port: int = 9093
     files: Path = Path("/certificates")
 
@@ -40,7 +44,7 @@ def write(directory: Path, places: Places) -> list[str]:
     """Writes the files; a second time changes no certificate and no password. Returns their names; raises
     OSError when it cannot.
     """
-    authority, passwords = Authority(directory), Passwords(directory)
+    authority, passwords = CertificateAuthority(directory), Passwords(directory)
     texts = {
         **_redis_files(directory, authority, passwords, places.redis),
         **_kafka_files(directory, authority, passwords, places),
@@ -54,12 +58,14 @@ def write(directory: Path, places: Places) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def _hosts(place: Place) -> tuple[str, ...]:
+def _hosts(place: ContainerServer) -> tuple[str, ...]:
     """What a certificate names: also the container itself, for its health check."""
     return place.host, "localhost", "127.0.0.1"
 
 
-def _redis_files(directory: Path, authority: Authority, passwords: Passwords, place: Place) -> dict[str, str]:
+def _redis_files(
+    directory: Path, authority: CertificateAuthority, passwords: Passwords, place: ContainerServer
+) -> dict[str, str]:
     certificate = authority.certificate(place.host, _hosts(place))
     password = passwords.of("redis")
     server = SecureRedis(directory, place.port, authority, certificate, password)
@@ -83,7 +89,7 @@ def _quoted(value: str) -> str:
 
 
 def _kafka_files(
-    directory: Path, authority: Authority, passwords: Passwords, places: Places
+    directory: Path, authority: CertificateAuthority, passwords: Passwords, places: Places
 ) -> dict[str, str]:
     place = places.kafka
     certificate = authority.certificate(place.host, _hosts(place))
@@ -115,7 +121,9 @@ def _properties(properties: dict[str, object]) -> str:
     return "".join(f"{name}={value}\n" for name, value in properties.items())
 
 
-def _postgres_files(authority: Authority, passwords: Passwords, place: Place) -> dict[str, str]:
+def _postgres_files(
+    authority: CertificateAuthority, passwords: Passwords, place: ContainerServer
+) -> dict[str, str]:
     authority.certificate(place.host, _hosts(place))
     return {
         # The first line is for the container itself, which creates the database.

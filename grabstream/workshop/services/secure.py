@@ -23,7 +23,7 @@ from grabstream.workshop.services.local import ServerSet
 from grabstream.workshop.services.servers import Kafka, Postgres, Redis, Say
 
 if TYPE_CHECKING:
-    from grabstream.workshop.services.certificates import Authority, Certificate
+    from grabstream.workshop.services.certificates import Certificate, CertificateAuthority
 
 HOST: Final = "127.0.0.1"
 #: The user that may do everything, on each of the three servers.
@@ -66,7 +66,7 @@ class SecureRedis(Redis):
         self,
         directory: Path,
         port: int,
-        authority: "Authority",
+        authority: "CertificateAuthority",
         certificate: "Certificate",
         password: str,
         name: str | None = None,
@@ -156,7 +156,7 @@ class SecureKafka(Kafka):
         directory: Path,
         port: int,
         controller_ports: Sequence[int],
-        authority: "Authority",
+        authority: "CertificateAuthority",
         certificate: "Certificate",
         password: str,
         heap_mb: int = 768,
@@ -241,7 +241,12 @@ class SecurePostgres(Postgres):
     """
 
     def __init__(
-        self, directory: Path, port: int, authority: "Authority", certificate: "Certificate", password: str
+        self,
+        directory: Path,
+        port: int,
+        authority: "CertificateAuthority",
+        certificate: "Certificate",
+        password: str,
     ) -> None:
         super().__init__(directory, port)
         self._authority, self._certificate, self._password = authority, certificate, password
@@ -306,14 +311,14 @@ class SecureServices(ServerSet):
         **kafka: Any,
     ) -> None:
         # Imported here: only this set needs it, and every verb that knows of servers imports this module.
-        from grabstream.workshop.services.certificates import Authority
+        from grabstream.workshop.services.certificates import CertificateAuthority
 
         directory = directory.resolve()
-        self.authority = Authority(directory / "certificates")
+        self.authority = CertificateAuthority(directory / "certificates")
         self.passwords = Passwords(directory)
         server = self.authority.certificate("server", (HOST, "localhost"))
 
-        def secured(of: str) -> "tuple[Authority, Certificate, str]":
+        def secured(of: str) -> "tuple[CertificateAuthority, Certificate, str]":
             return self.authority, server, self.passwords.of(of)
 
         self.redis = SecureRedis(directory, redis_port, *secured("redis"))

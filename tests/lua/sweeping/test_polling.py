@@ -14,7 +14,12 @@ from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.connections.opening import cancellable
 from grabstream.streams.deciding import sweeper as sweeper_module
-from grabstream.streams.deciding.sweeper import POLL_SECONDS_MAX, WATCHED_POLL_SECONDS_MAX, Due, Sweeper
+from grabstream.streams.deciding.sweeper import (
+    POLL_SECONDS_MAX,
+    WATCHED_POLL_SECONDS_MAX,
+    Sweeper,
+    SweepSchedule,
+)
 from tests.conftest import until
 from tests.lua.conftest import SEALER, take_over
 
@@ -32,17 +37,17 @@ class CountingClient(redis.asyncio.Redis):
 @pytest.mark.parametrize(
     ("due", "seconds"),
     [
-        (Due(1_000, None, None, None, False, False), POLL_SECONDS_MAX),
-        (Due(1_000, None, None, None, True, True), POLL_SECONDS_MAX),
-        (Due(1_000, 1_500, None, None, False, False), 0.5),
-        (Due(1_000, 1_500, 1_200, 1_300, False, False), 0.2),
-        (Due(1_000, None, None, 1_250, False, False), 0.25),
-        (Due(1_000, 900, None, 1_250, False, False), 0.0),
-        (Due(1_000, 1_900, None, None, False, False, 1_300), 0.3),
-        (Due(1_000, 10**15, 10**15, None, False, False), POLL_SECONDS_MAX),
+        (SweepSchedule(1_000, None, None, None, False, False), POLL_SECONDS_MAX),
+        (SweepSchedule(1_000, None, None, None, True, True), POLL_SECONDS_MAX),
+        (SweepSchedule(1_000, 1_500, None, None, False, False), 0.5),
+        (SweepSchedule(1_000, 1_500, 1_200, 1_300, False, False), 0.2),
+        (SweepSchedule(1_000, None, None, 1_250, False, False), 0.25),
+        (SweepSchedule(1_000, 900, None, 1_250, False, False), 0.0),
+        (SweepSchedule(1_000, 1_900, None, None, False, False, 1_300), 0.3),
+        (SweepSchedule(1_000, 10**15, 10**15, None, False, False), POLL_SECONDS_MAX),
     ],
 )
-def test_the_next_poll_is_when_the_next_thing_is_due(due: Due, seconds: float) -> None:
+def test_the_next_poll_is_when_the_next_thing_is_due(due: SweepSchedule, seconds: float) -> None:
     assert due.seconds(POLL_SECONDS_MAX) == seconds
 
 

@@ -14,7 +14,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg.errors import QueryCanceled
 from psycopg.rows import dict_row
 
-from grabstream.gateway.books import Books, open_books
+from grabstream.gateway.books import BooksReader, open_books
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.ops.connections.opening import check_system, checked_books, sealer
 from grabstream.ops.connections.preconditions import ConditionNotMet
@@ -263,7 +263,7 @@ async def test_a_statement_that_was_cut_is_told_in_its_own_words(settings: Setti
 
 
 @asynccontextmanager
-async def books_of(settings: Settings, sessions_max: int) -> AsyncIterator[Books]:
+async def books_of(settings: Settings, sessions_max: int) -> AsyncIterator[BooksReader]:
     async def check(connection: AsyncConnection[Any]) -> None: ...
 
     async with open_books(settings.postgres, settings.schema_, sessions_max, check) as books:

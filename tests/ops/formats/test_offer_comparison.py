@@ -7,7 +7,7 @@ import pytest
 
 from grabstream.models.commands import Open
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms, terms_of
-from grabstream.ops.formats.offer_comparison import Difference, differences_of
+from grabstream.ops.formats.offer_comparison import OfferDifference, differences_of
 
 FRIDAY = 1_795_744_800_000
 SAMPLES: dict[type[Any], Any] = {
@@ -30,7 +30,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
-def compared(of_file: Terms, of_system: Terms, state: str = "open") -> list[Difference]:
+def compared(of_file: Terms, of_system: Terms, state: str = "open") -> list[OfferDifference]:
     """The differences, of terms that were stored as the books store them."""
     stored = terms_of(msgspec.json.encode(of_system))
     return list(differences_of(Open(id="o", offer="a", terms=of_file), state, stored))

@@ -40,7 +40,7 @@ from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTer
 from grabstream.ops.connections.opening import gate_limits, key_space, open_gate, open_redis, sealer
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import redis_keys, verifying
-from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.ops.verification.verifying import verify
 from grabstream.streams.clients import started
 from grabstream.streams.journal import open_reader
@@ -201,7 +201,7 @@ def whole(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         asyncio.run(take_down(settings))
 
 
-def problems_of(checks: list[Check]) -> dict[str, list[str]]:
+def problems_of(checks: list[VerificationCheck]) -> dict[str, list[str]]:
     return {check.name: check.problems for check in checks if not check.passed}
 
 
@@ -503,7 +503,7 @@ async def damaged(settings: Settings, damage: TableDamage) -> AsyncIterator[None
             await connection.execute(b"DROP TABLE sound")
 
 
-def assert_only_problem(checks: list[Check], name: str, *says: str) -> None:
+def assert_only_problem(checks: list[VerificationCheck], name: str, *says: str) -> None:
     """The only problem of all checks is of the check of this name, and contains these texts."""
     problems = problems_of(checks)
     assert list(problems) == [name], problems

@@ -17,7 +17,7 @@ from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.streams.relaying import shadow
 from grabstream.streams.relaying.recovery import literal
-from grabstream.streams.relaying.shadow import LOOKS, PAGE, Pace, ShadowShard
+from grabstream.streams.relaying.shadow import LOOKS, PAGE, ShadowShard, TimeShare
 
 FIELDS = PAGE + 100
 ANSWERS, PAYMENTS, PAST, USERS = "campaign:c/answers", "campaign:c/payments", "past", "offer:c:a/users"
@@ -56,7 +56,7 @@ async def pair(redis: Any, waits: Waits) -> AsyncIterator[tuple[str, ShadowShard
             await redis.hset(f"{keys.tag}:{key}", mapping={f"field{n}": n for n in range(FIELDS)})
         await redis.zadd(f"{keys.tag}:{PAST}", {f"offer{n}": 1e15 for n in range(FIELDS)})
         await redis.rpush(f"{keys.tag}:list", *range(FIELDS))
-    yield f"{live.tag}:", ShadowShard(redis, live, made, None, None, None, Pace(0.5))  # type: ignore[arg-type]
+    yield f"{live.tag}:", ShadowShard(redis, live, made, None, None, None, TimeShare(0.5))  # type: ignore[arg-type]
     names = [key async for key in redis.scan_iter(match=f"{literal(name)}*", count=1_000)]
     await redis.unlink(*names)
 
@@ -142,7 +142,7 @@ async def test_waits_are_not_followed_by_a_pause(
 
 
 async def test_a_step_is_followed_by_a_pause_and_a_wait_is_not(waits: Waits) -> None:
-    pace = Pace(0.25)
+    pace = TimeShare(0.25)
     waits.seconds += 1  # work
     await pace.wait(10)
     assert waits.seconds == 11

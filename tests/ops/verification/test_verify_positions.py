@@ -14,7 +14,7 @@ from grabstream.models.journal import Accepted, Cursor
 from grabstream.ops.verification.checks import RedisShard
 from grabstream.ops.verification.journal_positions import PositionChecks
 from grabstream.streams.relaying.recovery import literal
-from grabstream.streams.relaying.shadow import VERIFIER_SHADOW, NoRoom, Pace, ShadowShard, open_shadow
+from grabstream.streams.relaying.shadow import VERIFIER_SHADOW, NoRoom, ShadowShard, TimeShare, open_shadow
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ async def test_a_key_that_expires_is_reported(redis: Any, prefix: str, fields: i
     for keys in (live, made):
         for offer in ("a", "b"):
             await redis.hset(keys.offer(offer), mapping={str(n): n for n in range(fields)})
-    shadow = ShadowShard(redis, live, made, None, None, None, Pace(1.0))  # type: ignore[arg-type]
+    shadow = ShadowShard(redis, live, made, None, None, None, TimeShare(1.0))  # type: ignore[arg-type]
     assert (await shadow.compare()).differences == []
     await redis.expire(live.offer("b"), 3_600)
     [difference] = (await shadow.compare()).differences
@@ -49,7 +49,7 @@ async def test_verify_and_the_verifier_may_compare_a_shard_at_once(redis: Any, p
     def open_one(**place: Any) -> Any:
         sealer = Sealer.from_text(new_seal_key())
         return open_shadow(
-            redis, KeySpace(prefix, 1), 0, sealer, None, None, pace=Pace(1.0), room=room, **place
+            redis, KeySpace(prefix, 1), 0, sealer, None, None, pace=TimeShare(1.0), room=room, **place
         )  # type: ignore[arg-type]
 
     async with open_one(prefix=VERIFIER_SHADOW), open_one():

@@ -43,7 +43,7 @@ from grabstream.streams.deciding.payment_side import (
     FAILURES_MAX,
     OPEN_SECONDS,
     Breaker,
-    Questions,
+    PaymentQueries,
     open_session,
 )
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide, lead_ms
@@ -246,7 +246,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @contextlib.asynccontextmanager
-async def asking(handler: Handler, timeout_seconds: float = 2.0) -> AsyncIterator[Questions]:
+async def asking(handler: Handler, timeout_seconds: float = 2.0) -> AsyncIterator[PaymentQueries]:
     """A client that asks a payment side which answers with a function."""
     application = web.Application()
     application.router.add_post("/query", handler)
@@ -254,7 +254,7 @@ async def asking(handler: Handler, timeout_seconds: float = 2.0) -> AsyncIterato
     async with serving(application, handler_cancellation=True) as port:
         side = PaymentSide(f"http://127.0.0.1:{port}/query", KEYS, timeout_seconds, AUDIENCE)
         async with open_session(side) as session:
-            yield Questions(side, session)
+            yield PaymentQueries(side, session)
 
 
 async def query_of(request: web.Request) -> PaymentQuery:
@@ -325,7 +325,7 @@ async def test_answer_without_end_is_none(kind: str, caplog: pytest.LogCaptureFi
     async with flooding(kind) as flood:
         side = PaymentSide(f"http://127.0.0.1:{flood.port}/query", KEYS, 60.0, AUDIENCE)
         async with open_session(side) as session:
-            assert await Questions(side, session).ask(HOLDS) == []
+            assert await PaymentQueries(side, session).ask(HOLDS) == []
     [said] = [record.getMessage() for record in caplog.records if "payment side" in record.getMessage()]
     assert "the answer has more than" in said
 
@@ -384,7 +384,7 @@ async def test_payment_side_that_hangs_is_left_alone_and_tried_again() -> None:
 
 async def test_payment_side_that_is_away_is_no_error() -> None:
     async with aiohttp.ClientSession() as session:
-        questions = Questions(PaymentSide("http://127.0.0.1:1/query", KEYS, 1.0), session)
+        questions = PaymentQueries(PaymentSide("http://127.0.0.1:1/query", KEYS, 1.0), session)
         assert await questions.ask(HOLDS) == []
 
 

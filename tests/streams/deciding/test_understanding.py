@@ -30,12 +30,12 @@ from grabstream.ops.settings import Settings
 from grabstream.streams import topics as topics_module
 from grabstream.streams.clients import started
 from grabstream.streams.deciding import understanding
-from grabstream.streams.deciding.understanding import Authority, Pace, Rejected, Understood, understand
+from grabstream.streams.deciding.understanding import Pace, Rejected, TopicAuthority, Understood, understand
 from grabstream.streams.topics import COMPRESSION, Topics, create_topics, make_topics, retention_ms
 from tests.conftest import examples, until
 from tests.streams.deciding.topic_records import read_all
 
-AUTHORITY = Authority(Topics("t"))
+AUTHORITY = TopicAuthority(Topics("t"))
 
 
 class Record(NamedTuple):

@@ -12,7 +12,7 @@ from aiokafka.errors import OffsetOutOfRangeError
 from grabstream.ops.console.endings import ending_of
 from grabstream.ops.settings import Settings
 from grabstream.streams.clients import DoesNotStop
-from grabstream.streams.journal import Record, open_reader
+from grabstream.streams.journal import JournalRecord, open_reader
 from grabstream.streams.projecting import agents, watchdog
 from grabstream.streams.projecting.publisher import (
     CURSOR_HEADER,
@@ -269,7 +269,7 @@ async def test_an_agent_that_fails_at_a_shard_does_not_end_the_others(
 
     class Failing(agents.Projector):
         async def put(self, item: Any) -> None:
-            if isinstance(item, Record) and not failed:
+            if isinstance(item, JournalRecord) and not failed:
                 failed.append(item.offset)
                 raise ValueError("of an agent")
             await super().put(item)

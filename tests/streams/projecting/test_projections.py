@@ -14,7 +14,7 @@ from psycopg import errors
 from grabstream.models.journal import GENESIS, block_headers, chain
 from grabstream.ops.settings import Settings
 from grabstream.projections.versions import use_read_model
-from grabstream.streams.journal import Record, open_reader
+from grabstream.streams.journal import JournalRecord, open_reader
 from grabstream.streams.projecting.follower import Decoder
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
@@ -157,7 +157,7 @@ async def test_an_event_whose_text_contradicts_the_headers_stops_the_shard(
 
 def test_decoded_blocks_are_shared_within_a_bound_of_bytes() -> None:
     headers = tuple(block_headers(SHARD, 1, "a", 1, 2, GENESIS, chain(GENESIS, LINES[:2])[-1]))
-    record = Record(SHARD, 1, headers, b"\n".join(LINES[:2]))
+    record = JournalRecord(SHARD, 1, headers, b"\n".join(LINES[:2]))
     decoder = Decoder(bytes_max=len(record.value))
     assert decoder.decode("t", record) is decoder.decode("t", record)
     assert decoder.decode("t", record) is not decoder.decode("another", record)

@@ -25,7 +25,7 @@ from grabstream.projections.cursors import Fact
 from grabstream.projections.database.locks import is_held
 from grabstream.streams import journal as journal_module
 from grabstream.streams.clients import started
-from grabstream.streams.journal import JournalReader, Record, open_reader
+from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
 from grabstream.streams.projecting import publisher
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.projecting.publisher import (
@@ -224,7 +224,9 @@ class Noting(JournalReader):
         super().__init__(reader._consumer, reader._topic)
         self.read_from: list[int] = []
 
-    async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[list[Record], None]:
+    async def read(
+        self, shard: int, from_offset: int, to_offset: int
+    ) -> AsyncGenerator[list[JournalRecord], None]:
         self.read_from.append(from_offset)
         async with aclosing(super().read(shard, from_offset, to_offset)) as lists:
             async for records in lists:

@@ -15,7 +15,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.ops.connections.opening import key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
 from grabstream.streams.relaying import leases as leases_module
-from grabstream.streams.relaying.announcing import Change
+from grabstream.streams.relaying.announcing import RelayedShards
 from grabstream.streams.relaying.leases import BY_HAND, Leases, pass_lease, request_lease
 from grabstream.streams.relaying.relay import Duty, ShardRelay
 from grabstream.streams.relaying.shares import Worker
@@ -88,7 +88,7 @@ class Crew:
         self.stops: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.leases: dict[str, CountedLeases] = {}
-        self.changes: defaultdict[str, list[Change]] = defaultdict(list)
+        self.changes: defaultdict[str, list[RelayedShards]] = defaultdict(list)
 
     def join(self, name: str, tasks_of: Callable[[int, Duty], list[Any]] | None = None) -> CountedLeases:
         """Starts a worker."""
@@ -161,7 +161,7 @@ async def test_a_worker_announces_which_shards_it_relays(crew: Crew) -> None:
     every = [*range(SHARDS)]
     crew.join("a")
     await until(lambda: crew.changes["a"], 60, "the takeovers")
-    assert crew.changes["a"] == [Change(every, every, [])]
+    assert crew.changes["a"] == [RelayedShards(every, every, [])]
     crew.join("b")
 
     def said() -> bool:
@@ -171,7 +171,7 @@ async def test_a_worker_announces_which_shards_it_relays(crew: Crew) -> None:
     passed = sorted(shard for change in crew.changes["a"] for shard in change.given_up)
     assert passed == crew.changes["b"][-1].relayed
     await crew.leave("b")
-    assert crew.changes["b"][-1] == Change([], [], passed)
+    assert crew.changes["b"][-1] == RelayedShards([], [], passed)
     await crew.leave("a")
     assert crew.changes["a"][-1].relayed == []
     assert crew.changes["a"][-1].taken_over == []

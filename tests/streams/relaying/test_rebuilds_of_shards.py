@@ -19,7 +19,7 @@ from grabstream.ops.connections.opening import key_space, open_gate, open_redis,
 from grabstream.ops.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.relaying.ownership import SteppedDown
-from grabstream.streams.relaying.shadow import SHADOW, NotComparable, Pace, open_shadow
+from grabstream.streams.relaying.shadow import SHADOW, NotComparable, TimeShare, open_shadow
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.streams.state import assert_state_is_the_journal_s, journal_lines
@@ -145,8 +145,8 @@ async def test_comparisons_survive_a_rebuild(system: Settings, worker: Callable[
             shadows = []
             for prefix in ("/goes-on", SHADOW):
                 opened = open_shadow(
-                    redis, keys, number, sealer(system), reader, None, pace=Pace(1.0), room=_no_room_needed,
-                    prefix=prefix,
+                    redis, keys, number, sealer(system), reader, None, pace=TimeShare(1.0),
+                    room=_no_room_needed, prefix=prefix,
                 )  # fmt: skip
                 shadows.append(await stack.enter_async_context(opened))
                 await shadows[-1].make()

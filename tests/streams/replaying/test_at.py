@@ -19,7 +19,7 @@ from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
 from grabstream.ops.settings import child_environment
 from grabstream.projections.database.sessions import system_name
 from grabstream.streams.replaying import replay_schema
-from grabstream.streams.replaying.replay_schema import Definition, open_schema, temporary_schema
+from grabstream.streams.replaying.replay_schema import ReplayDefinition, open_schema, temporary_schema
 from grabstream.streams.replaying.selection import Wanted
 from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
@@ -188,7 +188,7 @@ async def test_at_leaves_schemas_in_use_and_kept_schemas_alone(recorded: Recorde
     """
     settings = recorded.settings
     start = f"{settings.schema_}__at_"
-    kept, definition = f"{start}0123abcd", Definition(settings.prefix, "journal", (2,), Wanted(), {})
+    kept, definition = f"{start}0123abcd", ReplayDefinition(settings.prefix, "journal", (2,), Wanted(), {})
     assert at(recorded, show_time(recorded.at_ms), "--keep", kept).returncode == 0
     async with temporary_schema(settings.postgres, settings.schema_) as in_use:
         async with open_schema(
@@ -218,7 +218,7 @@ async def test_a_schema_that_is_being_dumped_is_not_dropped(
     """
     settings, start = recorded.settings, f"{recorded.settings.schema_}__at_"
     monkeypatch.setattr(replay_schema, "DROP_LOCK_MS", 100)
-    definition = Definition(settings.prefix, "journal", tuple(range(settings.shards)), Wanted(), {})
+    definition = ReplayDefinition(settings.prefix, "journal", tuple(range(settings.shards)), Wanted(), {})
     async with await open_books(settings) as dump, dump.transaction():
         async with temporary_schema(settings.postgres, settings.schema_) as schema:
             async with open_schema(

@@ -28,7 +28,7 @@ from grabstream.streams.topics import Topics, create_topics
 from grabstream.streams.webhooks import reading, role, sending
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
 from grabstream.streams.webhooks.role import Webhooks
-from grabstream.streams.webhooks.sending import Limits, Outcome
+from grabstream.streams.webhooks.sending import DeliveryOutcome, Limits
 from tests.conftest import until
 from tests.streams.webhooks.receiver import Got, Receiver, never, ok, receiving
 from tests.support.command_line import env_of, grabstream
@@ -536,7 +536,11 @@ def test_after_a_success_what_failed_is_sent_early_once_in_the_longest_pause() -
     """An event that alone fails would otherwise be sent again after each success of another one."""
     now = datetime(2027, 1, 1, tzinfo=UTC)
     one = sending.Receiver(Webhook("wh", "u", (), (), "s", "active", None, 0, now, 0, None, None, None))
-    failed, delivered, longest = Outcome(False, 503), Outcome(True, 204), sending.PROBE_SECONDS_MAX
+    failed, delivered, longest = (
+        DeliveryOutcome(False, 503),
+        DeliveryOutcome(True, 204),
+        sending.PROBE_SECONDS_MAX,
+    )
     # What failed before this process began, until all was tried.
     assert one.is_early(1.0)
     one.all_tried(1.0)

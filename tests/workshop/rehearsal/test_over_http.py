@@ -18,14 +18,14 @@ import pytest
 from grabstream.models.answers import Answer
 from grabstream.models.money import Invalid
 from grabstream.ops.settings import Settings, load_settings
-from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.workshop.rehearsal.over_http.charts import nice
 from grabstream.workshop.rehearsal.over_http.crowd import crowd_of, requests_of
 from grabstream.workshop.rehearsal.over_http.door import open_door
 from grabstream.workshop.rehearsal.over_http.measured import Answered, Measured, timeline
 from grabstream.workshop.rehearsal.over_http.report import report_of
 from grabstream.workshop.rehearsal.over_http.run import ShapedRehearsal
-from grabstream.workshop.rehearsal.over_http.shape import FILE_BYTES_MAX, Point, Shape, read_shape
+from grabstream.workshop.rehearsal.over_http.shape import FILE_BYTES_MAX, ArrivalPoint, Shape, read_shape
 from grabstream.workshop.rehearsal.over_http.verdict import every_grant_booked, one_part, same_answer
 from grabstream.workshop.rehearsal.phases import Phase
 from grabstream.workshop.rehearsal.stage import CannotGoOn
@@ -112,7 +112,8 @@ def test_a_file_that_is_no_shape_is_refused(tmp_path: Path, name: str, text: byt
 
 def test_a_crowd_follows_from_its_shape_and_seed(tmp_path: Path) -> None:
     shape = msgspec.structs.replace(
-        read_shape(written(tmp_path)), arrivals=(Point(0, 1_000), Point(5, 0), Point(10, 1_000))
+        read_shape(written(tmp_path)),
+        arrivals=(ArrivalPoint(0, 1_000), ArrivalPoint(5, 0), ArrivalPoint(10, 1_000)),
     )
     crowd = crowd_of(shape, 7)
     assert crowd == crowd_of(shape, 7) != crowd_of(shape, 8)
@@ -229,7 +230,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def result_of(measured: Measured, *checks: Check, title: str = "A rush") -> dict[str, Any]:
+def result_of(measured: Measured, *checks: VerificationCheck, title: str = "A rush") -> dict[str, Any]:
     http = {
         "shape": title, "arrivals": [{"at_seconds": 0, "per_second": 2}, {"at_seconds": 2, "per_second": 0}],
         "visitors": 3, "kinds": {"ordinary": 2, "slow": 1}, "own_delay_ms_max": 0.3,
@@ -249,8 +250,8 @@ def test_the_report_is_one_page_that_loads_and_runs_nothing() -> None:
     measured = measured_of(("ordinary", answer("a", "ann")), ("slow", answer("b", "bob")))
     measured.arrivals += [0.1, 0.2, 0.9]
     hostile = '<script>alert(1)</script> & "it\'s" ]]>'
-    failed = Check("sums <b>", 3, "<i>units</i>", [hostile] * 25, ["a note"])
-    text = report_of(result_of(measured, failed, Check("good", 1, "rows", []), title=hostile), 7)
+    failed = VerificationCheck("sums <b>", 3, "<i>units</i>", [hostile] * 25, ["a note"])
+    text = report_of(result_of(measured, failed, VerificationCheck("good", 1, "rows", []), title=hostile), 7)
     page = Page(text)
     assert page.elements["svg"] == 3
     assert page.elements["circle"] == 3, "three percentiles of the one slice that has some"

@@ -17,7 +17,7 @@ from grabstream.models.commands import Confirm, Grab
 from grabstream.models.events import AnyEvent
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.clock import HOUR_MS
@@ -43,7 +43,7 @@ def new_system(servers: Settings) -> Settings:
     return servers.model_copy(update={"prefix": name, "schema_": name, "shards": 2})
 
 
-def problems_of(checks: list[Check]) -> dict[str, list[str]]:
+def problems_of(checks: list[VerificationCheck]) -> dict[str, list[str]]:
     return {check.name: check.problems for check in checks if not check.passed}
 
 
@@ -255,7 +255,7 @@ WEEK = [
 ]
 
 
-def assert_problem(checks: list[Check], name: str, says: str) -> None:
+def assert_problem(checks: list[VerificationCheck], name: str, says: str) -> None:
     problems = problems_of(checks)
     assert name in problems, list(problems)
     assert any(says in problem for problem in problems[name]), problems[name][:3]

@@ -9,7 +9,7 @@ from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.streams.topic_ids import find_topic
 from grabstream.workshop.services import free_ports
-from grabstream.workshop.services.container_files import Place, Places, write
+from grabstream.workshop.services.container_files import ContainerServer, Places, write
 from grabstream.workshop.services.servers import Kafka, Redis
 
 HOST = "127.0.0.1"
@@ -45,9 +45,9 @@ def places(tmp_path: Path) -> Places:
     for name in ("kafka", "redis-data"):
         (tmp_path / name).mkdir()
     return Places(
-        Place(HOST, redis, tmp_path, tmp_path / "redis-data"),
-        Place(HOST, kafka, tmp_path, tmp_path / "kafka"),
-        Place(HOST, postgres, tmp_path, tmp_path / "postgres"),
+        ContainerServer(HOST, redis, tmp_path, tmp_path / "redis-data"),
+        ContainerServer(HOST, kafka, tmp_path, tmp_path / "kafka"),
+        ContainerServer(HOST, postgres, tmp_path, tmp_path / "postgres"),
         controller,
         tmp_path,
     )

@@ -11,7 +11,7 @@ from grabstream.ops.connections.opening import check_system, checked_books
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
 from grabstream.ops.formats.replay_request import ObjectAddress
 from grabstream.ops.settings import Settings, load_settings
-from grabstream.ops.verification.checkpoints import Made, make_checkpoint
+from grabstream.ops.verification.checkpoints import NewCheckpoint, make_checkpoint
 from grabstream.ops.verification.checks import Say
 from grabstream.ops.verification.evidence import (
     BadCheckpoint,
@@ -23,7 +23,7 @@ from grabstream.ops.verification.evidence import (
     second_of,
     write_new,
 )
-from grabstream.streams.buckets import Place
+from grabstream.streams.buckets import BucketAddress
 
 LOCK_DAYS_MAX = 36_500
 
@@ -48,7 +48,7 @@ LOCK_DAYS_MAX = 36_500
 )
 @json_option
 def checkpoint(
-    output: Path | Place | None, lock_days: int | None, lock_mode: str | None, as_json: bool
+    output: Path | BucketAddress | None, lock_days: int | None, lock_mode: str | None, as_json: bool
 ) -> None:
     """Write a signed checkpoint: for each shard the seq and hash of its last event in the audit trail, and
     the root of a tree of all events. Kept elsewhere, it proves later that this history was not rewritten
@@ -57,7 +57,7 @@ def checkpoint(
     Reads every event. Exit code 1: the trail contradicts itself or the journal, the file exists, or the store
     refuses; 3: a server or the store cannot be reached.
     """
-    if lock_days is not None and not isinstance(output, Place):
+    if lock_days is not None and not isinstance(output, BucketAddress):
         raise click.UsageError("--lock-days is for --output s3://bucket/key")
     if lock_mode is not None and lock_days is None:
         raise click.UsageError("--lock-mode needs --lock-days")
@@ -81,10 +81,10 @@ def checkpoint(
     if as_json:
         print_json(_report(written, made))
     else:
-        _print(written, made, isinstance(output, Place))
+        _print(written, made, isinstance(output, BucketAddress))
 
 
-def _report(written: WrittenFile, made: Made) -> dict[str, Any]:
+def _report(written: WrittenFile, made: NewCheckpoint) -> dict[str, Any]:
     lock = written.lock
     return {
         "file": written.name, "at": made.checkpoint.at,
@@ -95,7 +95,7 @@ def _report(written: WrittenFile, made: Made) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(written: WrittenFile, made: Made, is_object: bool) -> None:
+def _print(written: WrittenFile, made: NewCheckpoint, is_object: bool) -> None:
     seqs = sum(one.seq for one in made.checkpoint.shards)
     words = f"{written.name}: {seqs:,} events, signed by the key {made.checkpoint.key}."
     if written.lock is not None:
@@ -107,7 +107,7 @@ def _print(written: WrittenFile, made: Made, is_object: bool) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-async def _make(settings: Settings, report: Say) -> Made:
+async def _make(settings: Settings, report: Say) -> NewCheckpoint:
     await check_system(settings)
     async with checked_books(settings) as books:
         return await make_checkpoint(settings, books, report)

@@ -21,25 +21,25 @@ from grabstream.gateway.addresses import ConnectionsByAddress, Network
 from grabstream.gateway.admission import Admission, CallerRates
 from grabstream.gateway.api_keys import KEYS_QUERY, KeyRing
 from grabstream.gateway.app import Application, Bounds
-from grabstream.gateway.asking import Questions
+from grabstream.gateway.asking import QueryHandlers
 from grabstream.gateway.books import open_books
 from grabstream.gateway.cache_server import CacheServer
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
-from grabstream.gateway.deciding import Commands
+from grabstream.gateway.deciding import CommandHandlers
 from grabstream.gateway.event_streams import EventStreams
 from grabstream.gateway.failures import Failures
 from grabstream.gateway.key_sets import KeySet, reader_of
 from grabstream.gateway.openapi import document
 from grabstream.gateway.origins import Origins
 from grabstream.gateway.payment_tokens import PaymentTokens
-from grabstream.gateway.rates import Counters, Rates, read_rates
+from grabstream.gateway.rates import Rates, RequestCounters, read_rates
 from grabstream.gateway.reaching import Reached
 from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.serving import bind, connections_possible, serve
 from grabstream.gateway.shared_answers import SharedAnswers
 from grabstream.gateway.supervising import Supervisor
-from grabstream.gateway.tokens import Tokens, UserNames
+from grabstream.gateway.tokens import TokenVerifier, UserNames
 from grabstream.gateway.watching import Watching
 from grabstream.lua.gate.gate import Gate
 from grabstream.models.schema_documents import event_documents
@@ -218,7 +218,7 @@ def _require_whole(settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def _open_admission(settings: Settings, counters: Counters) -> AsyncIterator[Admission | None]:
+async def _open_admission(settings: Settings, counters: RequestCounters) -> AsyncIterator[Admission | None]:
     """Checks of callers, which read keys again while they are open; None without authentication."""
     if settings.gateway_authentication == "none":
         yield None
@@ -245,7 +245,7 @@ async def _open_admission(settings: Settings, counters: Counters) -> AsyncIterat
                 raise BadSettings(f"GRAB_JWT_JWKS: {key_set.problem}")
             refreshing.append(key_set.keep_fresh())
             names = UserNames(settings.jwt_user_claim, settings.user_key)
-            tokens = Tokens(settings.jwt_issuer, settings.jwt_audience, key_set, names)
+            tokens = TokenVerifier(settings.jwt_issuer, settings.jwt_audience, key_set, names)
         await stack.enter_async_context(running(*refreshing))
         yield Admission(
             keys,
@@ -334,7 +334,7 @@ async def _open_application(
         books = await stack.enter_async_context(
             open_books(settings.postgres, settings.schema_, settings.gateway_sessions_max, check)
         )
-        counters = Counters(cache_server, settings.prefix)
+        counters = RequestCounters(cache_server, settings.prefix)
         admission = await stack.enter_async_context(_open_admission(settings, counters))
         failure_rates = _rates(settings.gateway_failures_rate)
         forged = Failures(counters, failure_rates, proxies, "receipts", "with receipts that are not signed")
@@ -351,8 +351,8 @@ async def _open_application(
         redis = open_redis(settings)
         stack.push_async_callback(redis.aclose)
         application = Application(
-            Commands(gate, settings.gate_timeout_ms, tokens),
-            Questions(books, cache, tokens, existing, Reached(redis, key_space(settings))),
+            CommandHandlers(gate, settings.gate_timeout_ms, tokens),
+            QueryHandlers(books, cache, tokens, existing, Reached(redis, key_space(settings))),
             Receipts(gate, settings.gate_timeout_ms, keys, forged, audience),
             EventStreams(books, settings.shards),
             # Answers for operators stay in this process.

@@ -171,7 +171,7 @@ async def _open_to_write(settings: Settings, projection: str) -> AsyncIterator[A
         yield connection
 
 
-async def _list(settings: Settings) -> list[books.SetAside]:
+async def _list(settings: Settings) -> list[books.SetAsideRecord]:
     async with checked_books(settings) as connection:
         return await books.load(connection)
 
@@ -338,7 +338,7 @@ def _print_stopped_record(stop: Stop, stopped: StoppedRecord) -> None:
         say(f"{stop.projection} will lack {amount:+,}{f' {asset}' if ':' in asset else money} on {account}")
 
 
-def _print_list(rows: list[books.SetAside], as_json: bool) -> None:
+def _print_list(rows: list[books.SetAsideRecord], as_json: bool) -> None:
     if as_json:
         hidden = ("after", "value")
         print_json(

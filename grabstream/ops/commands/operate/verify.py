@@ -14,15 +14,20 @@ from grabstream.ops.console.progress import Steps
 from grabstream.ops.formats.replay_request import ArchiveAddress, ObjectAddress
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.checkpoints import Given, read_checkpoint
-from grabstream.ops.verification.checks import PROBLEMS_SHOWN_MAX, Check, Progress, no_progress
+from grabstream.ops.verification.checks import (
+    PROBLEMS_SHOWN_MAX,
+    VerificationCheck,
+    VerificationProgress,
+    no_progress,
+)
 from grabstream.ops.verification.evidence import BadCheckpoint
 from grabstream.ops.verification.verifying import verify as run_verification
-from grabstream.streams.buckets import Place
+from grabstream.streams.buckets import BucketAddress
 from grabstream.streams.history.archive import BadArchive
 from grabstream.streams.history.stores import Store
 
 
-def print_checks(checks: list[Check]) -> None:
+def print_checks(checks: list[VerificationCheck]) -> None:
     """Prints one line for each check, and its errors below it."""
     for check in checks:
         mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
@@ -37,9 +42,9 @@ def print_checks(checks: list[Check]) -> None:
 
 
 async def _verify(
-    settings: Settings, wait_seconds: float, report: Progress, quick: bool, checkpoint: Given | None,
-    archive: Store | None,
-) -> list[Check]:  # fmt: skip
+    settings: Settings, wait_seconds: float, report: VerificationProgress, quick: bool,
+    checkpoint: Given | None, archive: Store | None,
+) -> list[VerificationCheck]:  # fmt: skip
     await check_system(settings, seals=True)
     return await run_verification(
         settings, wait_seconds, report, quick, checkpoint=checkpoint, archive=archive
@@ -69,7 +74,7 @@ async def _verify(
 )
 @json_option
 def verify(
-    wait: float, quick: bool, against: Path | Place | None, archive: Path | str | None, as_json: bool
+    wait: float, quick: bool, against: Path | BucketAddress | None, archive: Path | str | None, as_json: bool
 ) -> None:
     """Check the chain of every shard in the journal, and compare everything else with it: the audit trail
     byte for byte, the rows of all read models, cursors, views, and every key in Redis. Exit code 1: a
@@ -93,7 +98,9 @@ def verify(
 def _run(
     settings: Settings, wait: float, quick: bool, checkpoint: Given | None, archive: Store | None,
     as_json: bool,
-) -> list[Check]:  # fmt: skip
-    showing: AbstractContextManager[Progress] = nullcontext(no_progress) if as_json else Steps(console)
+) -> list[VerificationCheck]:  # fmt: skip
+    showing: AbstractContextManager[VerificationProgress] = (
+        nullcontext(no_progress) if as_json else Steps(console)
+    )
     with showing as report:
         return asyncio.run(_verify(settings, wait, report, quick, checkpoint, archive))

@@ -71,7 +71,7 @@ from grabstream.streams.journal_keys import journal_keys
 from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR
 from grabstream.streams.projecting.verifier import Verifier
-from grabstream.streams.relaying.announcing import Change
+from grabstream.streams.relaying.announcing import RelayedShards
 from grabstream.streams.relaying.recovery import Recovered
 from grabstream.streams.relaying.relay import Step
 from grabstream.streams.relaying.takeover import NO_KEY
@@ -239,7 +239,7 @@ def _in_words(settings: Settings, chosen: Sequence[str], more: str = "") -> str:
     return f"roles {', '.join(chosen)}{more}; prefix {settings.prefix}, schema {settings.schema_}"
 
 
-def _say_relayed(change: Change) -> None:
+def _say_relayed(change: RelayedShards) -> None:
     """One line for all shards that were taken over at about the same time, or passed on or lost."""
     words = [
         f"{what} {spans(shards)}"

@@ -17,10 +17,10 @@ from grabstream.ops.commands.read.show import print_offer, read_offer
 from grabstream.ops.connections.event_sources import NoTrail, open_history
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
-from grabstream.ops.console.progress import Reading
+from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
-from grabstream.ops.formats.replay_request import Request, request
+from grabstream.ops.formats.replay_request import ReplayRequest, request
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.migrate import drop_statement, use_schema
 from grabstream.projections.database.sessions import connect
@@ -113,7 +113,7 @@ def at(
 
 
 async def _run(
-    settings: Settings, asked: Request, at_ms: int, keep: str | None, limit: int | None
+    settings: Settings, asked: ReplayRequest, at_ms: int, keep: str | None, limit: int | None
 ) -> dict[str, Any]:
     await check_system(settings, journal=asked.source == "journal")
     done: dict[int, Done] = {}
@@ -130,7 +130,7 @@ async def _run(
     ):
         planned = await replaying.plan(source, asked.stretches, True, sink.positions)
         selection = Selection(asked.wanted, True, await sink.grabs(asked.wanted.users))
-        with Reading(f"to {show_time(at_ms)}", sum(stretch.units for stretch in planned)) as report:
+        with ReadingBar(f"to {show_time(at_ms)}", sum(stretch.units for stretch in planned)) as report:
             await replaying.replay(source, planned, selection, sink, report, done)
         if not asked.wanted.offers and not any(shard.cursor.seq for shard in done.values()):
             raise NothingThen(await _since_when(source, asked, at_ms))
@@ -142,7 +142,7 @@ async def _run(
         }
 
 
-async def _since_when(source: Source, asked: Request, at_ms: int) -> str:
+async def _since_when(source: Source, asked: ReplayRequest, at_ms: int) -> str:
     """The error for a time before the first event."""
     first = [at for stretch in asked.stretches if (at := await _first_at(source, stretch.shard)) is not None]
     where = "" if len(asked.stretches) > 1 else f" in shard {asked.stretches[0].shard}"
@@ -160,7 +160,7 @@ async def _first_at(source: Source, shard: int) -> int | None:
 
 
 async def _read(
-    settings: Settings, schema: str, asked: Request, at_ms: int, limit: int | None
+    settings: Settings, schema: str, asked: ReplayRequest, at_ms: int, limit: int | None
 ) -> dict[str, Any]:
     """The content of the schema. Balances are complete only if no offer is left out, the counts of an offer
     only if no user is left out.

@@ -18,7 +18,7 @@ from grabstream.ops.commands.offers.through_a_gate import (
 )
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.console.output import counted, print_json
-from grabstream.ops.formats.offer_comparison import Difference, differences_of
+from grabstream.ops.formats.offer_comparison import OfferDifference, differences_of
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
 from grabstream.ops.settings import Settings, load_settings
 
@@ -67,7 +67,7 @@ def check_offers(file: Path, form: Form | None, week: str | None, as_json: bool)
 
 async def _compare(
     settings: Settings, opens: Sequence[Open], week: str | None
-) -> tuple[list[Difference], list[int]]:
+) -> tuple[list[OfferDifference], list[int]]:
     """The differences, and the shards at which the read model has stopped."""
     names = [command.offer for command in opens]
     campaigns = sorted({campaign_of(name) for name in names})
@@ -79,12 +79,12 @@ async def _compare(
         }
         extra = await (await connection.execute(_EXTRA, (campaigns, names, week, week))).fetchall()
         stops = await (await connection.execute(_STOPS)).fetchall()
-    differences: list[Difference] = []
+    differences: list[OfferDifference] = []
     for command in opens:
         if command.offer not in found:
-            differences.append(Difference(command.offer, "missing"))
+            differences.append(OfferDifference(command.offer, "missing"))
             continue
         state, terms = found[command.offer]
         differences += differences_of(command, state, terms_of(terms.encode()))
-    differences += [Difference(offer, "extra", system=state) for offer, state in extra]
+    differences += [OfferDifference(offer, "extra", system=state) for offer, state in extra]
     return differences, [shard for (shard,) in stops]

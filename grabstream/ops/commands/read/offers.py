@@ -43,7 +43,7 @@ _COLUMNS: Final = (
 _SHOWN: Final = ("offer", "kind", "state", "units", "taken", "held", "left", "waiting", "opens", "closes")
 
 
-class NoSuchOffer(Exception):
+class UnknownPageStart(Exception):
     """The offer before the requested page is not in the read models."""
 
 
@@ -135,7 +135,7 @@ def offers(
     }  # fmt: skip
     try:
         found = asyncio.run(_read(load_settings(), wanted, chosen))
-    except NoSuchOffer:
+    except UnknownPageStart:
         click.echo(
             f"grabstream: --after {after}: the read models have no such offer; leave it out for the first "
             "page",
@@ -177,7 +177,7 @@ async def _read(settings: Settings, wanted: dict[str, Any], chosen: set[str]) ->
             )
             row = await begin.fetchone()
             if row is None:
-                raise NoSuchOffer
+                raise UnknownPageStart
             wanted = wanted | {"after_key": row[key]}
             page += f" AND ({key}, offer) {beyond} (%(after_key)s, %(after)s)"
         # Only texts of this module; values are parameters.

@@ -17,7 +17,7 @@ from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.checkpoints import read_checkpoint
 from grabstream.ops.verification.evidence import BadCheckpoint, sealed_json, write_new
 from grabstream.ops.verification.proofs import NotProved, Proof, check_proof, make_proof, read_proof
-from grabstream.streams.buckets import Place
+from grabstream.streams.buckets import BucketAddress
 from grabstream.streams.history.stores import in_thread
 from grabstream.streams.topics import Topics
 
@@ -54,7 +54,7 @@ def _grab(required: bool) -> Callable[[Callable[..., None]], Callable[..., None]
 @click.option("--output", type=_file, metavar="FILE", help="Write the proof to a new file.")
 @json_option
 def prove(
-    offer: str, user: str, grab: str, against: Path | Place, output: Path | None, as_json: bool
+    offer: str, user: str, grab: str, against: Path | BucketAddress, output: Path | None, as_json: bool
 ) -> None:
     """Write a proof that GRAB of USER is in the history of a checkpoint: the event of this grab, and hashes.
     It reveals no other user, and anyone can check it with the public keys of the relays: `verify-proof`.
@@ -94,7 +94,7 @@ def _refusing() -> Iterator[None]:
         sys.exit(1)
 
 
-async def _make(settings: Settings, against: Path | Place, offer: str, user: str, grab: str) -> Proof:
+async def _make(settings: Settings, against: Path | BucketAddress, offer: str, user: str, grab: str) -> Proof:
     await check_system(settings)
     checkpoint = (await in_thread(read_checkpoint, against, settings)).checkpoint
     async with checked_books(settings) as books:

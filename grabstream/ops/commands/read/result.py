@@ -46,7 +46,7 @@ _WEEKS: Final = (
 _STOPS: Final = "SELECT projection, shard FROM stopped_shards WHERE projection <> 'events' ORDER BY 1, 2"
 
 
-class NoResult(Exception):
+class NoOfferInWeek(Exception):
     """No offer opens in the week; the text names weeks with offers."""
 
 
@@ -84,7 +84,7 @@ def result(week: str | None, campaign: str | None, form: str | None, as_json: bo
         check_week(week)
     try:
         found = asyncio.run(_read(load_settings(), week, campaign))
-    except NoResult as error:
+    except NoOfferInWeek as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
     for stop in found.pop("stopped"):
@@ -121,7 +121,7 @@ async def _read(settings: Settings, week: str | None, campaign: str | None) -> d
             week = newest["week"]
         offers = await _rows(connection, _RESULTS, week, campaign, campaign) if week else []
         if not offers:
-            raise NoResult(await _nothing(connection, week, campaign))
+            raise NoOfferInWeek(await _nothing(connection, week, campaign))
         refused: dict[str, dict[str, int]] = {}
         for row in await _rows(connection, _REFUSALS, [row["offer"] for row in offers]):
             refused.setdefault(row["offer"], {})[row["outcome"]] = row["refusals"]

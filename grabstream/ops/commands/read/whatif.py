@@ -27,7 +27,7 @@ from grabstream.ops.connections.event_sources import NoTrail, open_history
 from grabstream.ops.connections.identity import OtherSystem
 from grabstream.ops.connections.opening import check_system, checked_books
 from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json, table
-from grabstream.ops.console.progress import Reading
+from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.offer_files import BadOfferFile, form_of
@@ -212,7 +212,7 @@ class _Tally:
 
 
 async def _events(
-    history: Source, shard: int, campaign: str, last: Point | None, report: Reading
+    history: Source, shard: int, campaign: str, last: Point | None, report: ReadingBar
 ) -> AsyncGenerator[tuple[list[AnyEvent], int, int], None]:
     """The events of a campaign in lists, with the last seq and time read of the shard."""
     [planned] = await plan(history, [Stretch(shard, None, last)], True)
@@ -234,7 +234,7 @@ async def _first_reading(history: Source, shard: int, asked: WhatIf, last: Point
     it.
     """
     found = _FirstReading()
-    with Reading("what if: offers") as report:
+    with ReadingBar("what if: offers") as report:
         async with aclosing(_events(history, shard, asked.campaign, None, report)) as lists:
             async for events, _, at in lists:
                 is_over = last is not None and at > last.value
@@ -250,7 +250,7 @@ async def _second_reading(
     history: Source, shard: int, asked: WhatIf, last: Point | None, twins: Twins, tally: _Tally,
     lines: IO[str] | None,
 ) -> None:  # fmt: skip
-    with Reading("what if") as report:
+    with ReadingBar("what if") as report:
         async with aclosing(_events(history, shard, asked.campaign, last, report)) as lists:
             async for events, seq, at in lists:
                 for event in events:

@@ -21,7 +21,7 @@ from grabstream.ops.commands.read.show import complain_of_unknown_offer
 from grabstream.ops.connections.opening import checked_books, key_space, open_redis
 from grabstream.ops.console.output import console, counted, json_option, print_json
 from grabstream.ops.diagnosis.counters import Counted
-from grabstream.ops.diagnosis.evidence import Evidence, is_about, read_books, read_redis
+from grabstream.ops.diagnosis.evidence import BooksEvidence, is_about, read_books, read_redis
 from grabstream.ops.diagnosis.story import Moment, tell
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.named_users import user_named
@@ -71,7 +71,7 @@ class Unbooked(NamedTuple):
 
 async def gather(
     settings: Settings, user: str, offer: str
-) -> tuple[Evidence | None, list[Unbooked], dict[str, Any]]:
+) -> tuple[BooksEvidence | None, list[Unbooked], dict[str, Any]]:
     """The evidence in the books (None when they lack the offer), the events that the ledger lacks, and the
     present state in Redis.
     """
@@ -95,7 +95,7 @@ async def gather(
         await redis.aclose()
 
 
-async def _unbooked(connection: AsyncConnection[Any], evidence: Evidence) -> list[Unbooked]:
+async def _unbooked(connection: AsyncConnection[Any], evidence: BooksEvidence) -> list[Unbooked]:
     """The events of the story that have transfers, none of which is in the ledger."""
     booked = {line["seq"] for line in evidence.transfers}
     names = {grab["grab"] for grab in evidence.grabs}
@@ -136,7 +136,7 @@ async def _unbooked(connection: AsyncConnection[Any], evidence: Evidence) -> lis
 
 
 def as_json_of(
-    evidence: Evidence, story: list[Moment], unbooked: list[Unbooked], redis: dict[str, Any]
+    evidence: BooksEvidence, story: list[Moment], unbooked: list[Unbooked], redis: dict[str, Any]
 ) -> dict[str, Any]:
     """The whole result, for JSON."""
     return {
@@ -172,7 +172,7 @@ _INDENT: Final = " " * 14
 
 
 def _lines(
-    evidence: Evidence, story: list[Moment], unbooked: list[Unbooked], redis: dict[str, Any]
+    evidence: BooksEvidence, story: list[Moment], unbooked: list[Unbooked], redis: dict[str, Any]
 ) -> Iterator[Text]:
     offer = evidence.offer
     yield Text.assemble(
@@ -269,7 +269,7 @@ def _limit(before: Counted, after: Counted) -> str:
     return f"{name} ({before.value}): {changed}, of {after.max:,}"
 
 
-def _books(evidence: Evidence, unbooked: list[Unbooked]) -> Iterator[Text]:
+def _books(evidence: BooksEvidence, unbooked: list[Unbooked]) -> Iterator[Text]:
     if evidence.transfers or unbooked:
         yield Text()
         yield Text("In the ledger", "bold")
@@ -292,7 +292,7 @@ def _books(evidence: Evidence, unbooked: list[Unbooked]) -> Iterator[Text]:
         yield Text(f"{_INDENT}payment {payment['payment']}: {amount} {state}{refund}")
 
 
-def _now(evidence: Evidence, redis: dict[str, Any]) -> Iterator[Text]:
+def _now(evidence: BooksEvidence, redis: dict[str, Any]) -> Iterator[Text]:
     yield Text()
     yield Text("Now", "bold")
     offer = evidence.offer

@@ -11,7 +11,7 @@ import click
 from grabstream.ops.commands.rebuild.replay import EXIT_BROKEN_PIPE
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json
-from grabstream.ops.console.progress import Reading
+from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.streams.history.dump import dump_lines
@@ -64,7 +64,7 @@ async def _dump(settings: Settings, shards: Sequence[int], dry_run: bool) -> dic
         begins = {shard: await reader.beginning(shard) for shard in shards}
         records = sum(ends[shard] - begins[shard] for shard in shards)
         if not dry_run:
-            with Reading("dump", records) as show:
+            with ReadingBar("dump", records) as show:
                 records = 0
                 for shard in shards:
                     parts = dump_lines(reader, topic, shard, begins[shard], ends[shard])

@@ -16,7 +16,7 @@ from grabstream.ops.connections.event_sources import NoTrail, open_history
 from grabstream.ops.connections.identity import find_journal
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json
-from grabstream.ops.console.progress import Reading
+from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import ArchiveAddress
 from grabstream.ops.settings import BadSettings, Settings, load_settings
@@ -108,7 +108,7 @@ def _refusing() -> Iterator[None]:
 def _check(archive: Archive) -> dict[str, Any]:
     files = archive.manifest.files
     lines = 0
-    with Reading("check", len(files)) as show:
+    with ReadingBar("check", len(files)) as show:
         for file in files:
             lines += len(archive.read(file))
             show(1, file.last_seq - file.first_seq + 1)
@@ -133,7 +133,7 @@ async def _export(
         async with open_history(settings, source) as opened, exporting(store, system) as begun:
             planned = await plan(opened, stretches, True, _ends(begun.archive, shards))
             async with ArchiveSink(begun, encoder, step_of(settings)) as sink:
-                with Reading("export", sum(part.units for part in planned)) as show:
+                with ReadingBar("export", sum(part.units for part in planned)) as show:
                     ends = await _write(opened, planned, sink, show)
             return _report(store, source, planned, ends, sink)
 

@@ -14,7 +14,7 @@ from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.commands.operate.worker import step_of
 from grabstream.ops.connections.opening import check_system, system_of
 from grabstream.ops.console.output import counted, json_option, print_json
-from grabstream.ops.console.progress import ProgressLine, Reading
+from grabstream.ops.console.progress import ProgressLine, ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.following import follow_into
 from grabstream.ops.settings import Settings, load_settings
@@ -99,7 +99,7 @@ async def _follow(settings: Settings, projection: Projection) -> None:
 
 async def _rebuild(settings: Settings, projection: Projection) -> int:
     await check_system(settings)
-    with Reading(f"rebuild {projection.name}") as report:
+    with ReadingBar(f"rebuild {projection.name}") as report:
         return await rebuild_projection(projection, system_of(settings), report, report.expect)
 
 

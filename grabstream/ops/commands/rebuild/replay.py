@@ -21,9 +21,9 @@ from grabstream.ops.connections.event_sources import NoTrail, open_history
 from grabstream.ops.connections.identity import OtherSystem, find_journal
 from grabstream.ops.connections.opening import check_system, checked_books
 from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json
-from grabstream.ops.console.progress import Reading
+from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
-from grabstream.ops.formats.replay_request import Request, archive_option, request, require_archive
+from grabstream.ops.formats.replay_request import ReplayRequest, archive_option, request, require_archive
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.sessions import connect
@@ -76,7 +76,7 @@ class Into(NamedTuple):
     name: str
 
 
-class Writing(NamedTuple):
+class WriteMode(NamedTuple):
     """How a destination is written: with `append`, also if it has records; with `resumes`, only missing
     events; at most `rate` events a second.
     """
@@ -207,7 +207,7 @@ def replay(
     done: dict[int, Done] = {}
     try:
         planned = run_until_stopped(
-            _run(settings, asked, Writing(into, append, resumes, rate), dry_run, done)
+            _run(settings, asked, WriteMode(into, append, resumes, rate), dry_run, done)
         )
     except (ReplayRefused, NoTrail, NoSuchOffer, Corrupt, Gap) as error:
         click.echo(f"grabstream: {error}", err=True)
@@ -220,7 +220,7 @@ def replay(
 
 
 async def _run(
-    settings: Settings, asked: Request, writing: Writing, dry_run: bool, done: dict[int, Done]
+    settings: Settings, asked: ReplayRequest, writing: WriteMode, dry_run: bool, done: dict[int, Done]
 ) -> list[Planned]:
     asked = asked._replace(journal=await _journal_of(settings, asked.source != "audit"))
     written = await _check(settings, asked, writing)
@@ -242,7 +242,7 @@ async def _run(
             selection = Selection(asked.wanted, to_rows, known, singles)
             paced = sink if writing.rate is None else PacedSink(sink, writing.rate)
             try:
-                with Reading("replay", sum(one.units for one in planned)) as report:
+                with ReadingBar("replay", sum(one.units for one in planned)) as report:
                     await replaying.replay(source, planned, selection, paced, report, done)
             except BaseException:
                 _say_how_to_go_on(sink, writing)
@@ -287,7 +287,7 @@ async def _require_offers(settings: Settings, not_met: set[str], planned: Sequen
         raise NoSuchOffer(", ".join(f"offer {offer} does not exist" for offer in sorted(not_met)))
 
 
-async def _check(settings: Settings, asked: Request, writing: Writing) -> dict[int, int]:
+async def _check(settings: Settings, asked: ReplayRequest, writing: WriteMode) -> dict[int, int]:
     """The last seq of each shard that the destination has already, if the replay continues. Raises
     ReplayRefused when the destination cannot be written.
     """
@@ -305,7 +305,7 @@ async def _check(settings: Settings, asked: Request, writing: Writing) -> dict[i
     return {}
 
 
-def _check_file(settings: Settings, asked: Request, file: Path, resumes: bool) -> dict[int, int]:
+def _check_file(settings: Settings, asked: ReplayRequest, file: Path, resumes: bool) -> dict[int, int]:
     written: dict[int, int] = {}
     try:
         if file.exists() and file.stat().st_size:
@@ -320,7 +320,9 @@ def _check_file(settings: Settings, asked: Request, file: Path, resumes: bool) -
         raise ReplayRefused(f"{file}: {error.strerror}") from None
 
 
-def _recorded_for(settings: Settings, asked: Request, file: Path, written: Collection[int]) -> Filters | None:
+def _recorded_for(
+    settings: Settings, asked: ReplayRequest, file: Path, written: Collection[int]
+) -> Filters | None:
     """The filters with which the lines of a file were written, if they are recorded; raises ReplayRefused
     when they differ from those requested now. `written` are the shards that have lines. A record next to a
     file without lines belongs to a removed file, but what is not a record is refused there, too.
@@ -339,7 +341,9 @@ def _recorded_for(settings: Settings, asked: Request, file: Path, written: Colle
     return recorded
 
 
-async def _written_in_topic(settings: Settings, asked: Request, topic: str, says: bool) -> dict[int, int]:
+async def _written_in_topic(
+    settings: Settings, asked: ReplayRequest, topic: str, says: bool
+) -> dict[int, int]:
     """The last seq of each shard in a topic; raises ReplayRefused when it was written with other filters."""
     written = await written_topic(settings.brokers, topic, settings.shards)
     filters = asked.filters(settings)
@@ -352,7 +356,7 @@ async def _written_in_topic(settings: Settings, asked: Request, topic: str, says
     return written.seqs
 
 
-def _both(written: Collection[int], asked: Request) -> list[int]:
+def _both(written: Collection[int], asked: ReplayRequest) -> list[int]:
     """The shards that are written already and asked for now: others may begin elsewhere, or be added."""
     return [stretch.shard for stretch in asked.stretches if stretch.shard in written]
 
@@ -379,7 +383,7 @@ def _warn_of_unknown(where: str, recorded: Sequence[Filters | None]) -> None:
 
 
 @asynccontextmanager
-async def _open_sink(settings: Settings, asked: Request, writing: Writing) -> AsyncIterator[Sink]:
+async def _open_sink(settings: Settings, asked: ReplayRequest, writing: WriteMode) -> AsyncIterator[Sink]:
     into, append, resumes, _ = writing
     if into.kind == "lines":
         yield LineSink(sys.stdout.buffer)
@@ -413,7 +417,7 @@ async def _open_sink(settings: Settings, asked: Request, writing: Writing) -> As
 
 @asynccontextmanager
 async def _open_file(
-    settings: Settings, asked: Request, file: Path, resumes: bool
+    settings: Settings, asked: ReplayRequest, file: Path, resumes: bool
 ) -> AsyncIterator[LineSink]:
     """The sink of a file, for one process at a time; raises ReplayRefused."""
     try:
@@ -434,7 +438,7 @@ async def _open_file(
         raise ReplayRefused(f"{file}: {error.strerror}") from None
 
 
-def _record_filters(settings: Settings, asked: Request, file: Path, written: Collection[int]) -> None:
+def _record_filters(settings: Settings, asked: ReplayRequest, file: Path, written: Collection[int]) -> None:
     """Records with which filters a file is written, before its first line is."""
     filters = asked.filters(settings)
     recorded = _recorded_for(settings, asked, file, written)
@@ -470,7 +474,7 @@ async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
         yield
 
 
-def _say_how_to_go_on(sink: Sink, writing: Writing) -> None:
+def _say_how_to_go_on(sink: Sink, writing: WriteMode) -> None:
     if isinstance(sink, SchemaSink):
         click.echo(
             "grabstream: committed events are kept: repeat the same command to continue after them", err=True
@@ -487,7 +491,7 @@ def _say_how_to_go_on(sink: Sink, writing: Writing) -> None:
 
 def _report(
     settings: Settings,
-    asked: Request,
+    asked: ReplayRequest,
     into: Into,
     planned: Sequence[Planned],
     done: dict[int, Done],

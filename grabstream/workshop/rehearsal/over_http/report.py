@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
-from grabstream.ops.verification.checks import Check
+from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.workshop.rehearsal.over_http.charts import Time, bars, legend, lines
 from grabstream.workshop.rehearsal.over_http.measured import PERCENTILES
 from grabstream.workshop.rehearsal.phases import RUSH
@@ -112,7 +112,7 @@ def _ordered(answers: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float
     return dict(sorted(answers.items(), key=lambda one: one[0] != _FIRST))
 
 
-def _verdict_line(checks: Sequence[Check]) -> str:
+def _verdict_line(checks: Sequence[VerificationCheck]) -> str:
     failed = sum(not check.passed for check in checks)
     if failed:
         return f'<p class="verdict bad">✗ {failed} of {len(checks)} checks failed: it does not add up.</p>'
@@ -156,7 +156,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def _checks(checks: Sequence[Check]) -> str:
+def _checks(checks: Sequence[VerificationCheck]) -> str:
     rows = []
     for check in checks:
         mark = "✓" if check.passed else "✗"

@@ -28,7 +28,7 @@ REPEATS_MAX: Final = 5
 WAIT_MS_MAX: Final = 60_000
 
 
-class Point(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class ArrivalPoint(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A point of the curve of arrivals: the users who arrive per second at this time. Between two points, the
     rate changes evenly.
     """
@@ -78,7 +78,13 @@ class Shape(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     parts: int | None = None
     #: Connections that the crowd has open at once, at most; a user who finds none waits, and the wait counts.
     connections_max: int = 400
-    arrivals: tuple[Point, ...] = (Point(0, 20), Point(4, 60), Point(5, 400), Point(10, 400), Point(16, 40))
+    arrivals: tuple[ArrivalPoint, ...] = (
+        ArrivalPoint(0, 20),
+        ArrivalPoint(4, 60),
+        ArrivalPoint(5, 400),
+        ArrivalPoint(10, 400),
+        ArrivalPoint(16, 40),
+    )
     bots: Bots = Bots()
     double_clicks: DoubleClicks = DoubleClicks()
     slow: SlowClients = SlowClients()
@@ -158,7 +164,7 @@ def _check(shape: Shape) -> None:
         )
 
 
-def _check_arrivals(arrivals: tuple[Point, ...]) -> None:
+def _check_arrivals(arrivals: tuple[ArrivalPoint, ...]) -> None:
     _within("arrivals: number of points", len(arrivals), 2, POINTS_MAX)
     if arrivals[0].at_seconds != 0:
         raise Invalid("arrivals: the first point must be at_seconds 0")

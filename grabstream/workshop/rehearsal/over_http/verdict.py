@@ -6,7 +6,7 @@ from typing import Any
 from psycopg import AsyncConnection
 
 from grabstream.models.answers import Answer
-from grabstream.ops.verification.checks import Check, Problems
+from grabstream.ops.verification.checks import Problems, VerificationCheck
 from grabstream.workshop.rehearsal.over_http.crowd import Kind
 from grabstream.workshop.rehearsal.over_http.measured import Measured
 from grabstream.workshop.rehearsal.over_http.run import ShapedRehearsal
@@ -14,7 +14,9 @@ from grabstream.workshop.rehearsal.over_http.run import ShapedRehearsal
 Booked = dict[tuple[str, str], tuple[Any, ...]]
 
 
-async def http_verdict(connection: AsyncConnection[Any], rehearsal: ShapedRehearsal) -> list[Check]:
+async def http_verdict(
+    connection: AsyncConnection[Any], rehearsal: ShapedRehearsal
+) -> list[VerificationCheck]:
     """Compares the answers that the crowd got with each other, and with the books."""
     rows = await connection.execute("SELECT offer, grab, user_id, amount, place, shard, seq FROM grabs")
     booked: Booked = {(offer, grab): tuple(rest) async for offer, grab, *rest in rows}
@@ -27,7 +29,7 @@ async def http_verdict(connection: AsyncConnection[Any], rehearsal: ShapedRehear
     ]
 
 
-def every_grant_booked(measured: Measured, booked: Booked) -> Check:
+def every_grant_booked(measured: Measured, booked: Booked) -> VerificationCheck:
     """Checks that the grab of every 2xx answer is in the books, with its user, amount, place and event."""
     problems, count = Problems(), 0
     for _, _, _, answer in measured.answered:
@@ -37,16 +39,16 @@ def every_grant_booked(measured: Measured, booked: Booked) -> Check:
             in_books = booked.get((answer.offer or "", answer.grab or ""))
             if in_books != promised:
                 problems.add(f"{answer.id} was answered {promised}, the books have {in_books or 'nothing'}")
-    return Check("every 2xx answer is in the books", count, "answers", problems.lines)
+    return VerificationCheck("every 2xx answer is in the books", count, "answers", problems.lines)
 
 
-def same_answer(name: str, measured: Measured, kind: Kind) -> Check:
+def same_answer(name: str, measured: Measured, kind: Kind) -> VerificationCheck:
     """Checks that all answers to a request of a kind of users are the same."""
     count = sum(one.kind == kind for one in measured.answered)
-    return Check(name, count, "answers", measured.contradictions.get(kind, []))
+    return VerificationCheck(name, count, "answers", measured.contradictions.get(kind, []))
 
 
-def one_part(measured: Measured, booked: Booked) -> Check:
+def one_part(measured: Measured, booked: Booked) -> VerificationCheck:
     """Checks that a user who tried often got one part at most, and the same whenever an answer names it."""
     user_answers: dict[tuple[str | None, str | None], list[Answer]] = defaultdict(list)
     for one in measured.answered:
@@ -60,4 +62,6 @@ def one_part(measured: Measured, booked: Booked) -> Check:
         granted = {answer.grab for answer in answers if answer.positive}
         if granted != set(parts[key]) or len(granted) > 1:
             problems.add(f"{key[1]} was granted {sorted(map(str, granted))}, has {parts[key]}")
-    return Check("a user who tries often gets one part", len(user_answers), "users", problems.lines)
+    return VerificationCheck(
+        "a user who tries often gets one part", len(user_answers), "users", problems.lines
+    )
