@@ -32,7 +32,7 @@ _integers = msgspec.json.Decoder(list[int]).decode
 _repeated = re.compile(r"\n([^\t]*+\t[^\t]*+\t)[^\n]*+(?:\n\1[^\n]*+)++")
 
 
-class TooMany(Exception):
+class TooManyAccounts(Exception):
     """There are more accounts than this process keeps in memory."""
 
 
@@ -67,7 +67,7 @@ async def _changes(connection: AsyncConnection[Any], lines_max: int) -> list[str
             if len(lines) + len(debits) > lines_max:
                 lines = [line for piece in added_up(lines) for line in piece.split("\n")[:-1]]
                 if len(lines) + len(debits) > lines_max // 2:
-                    raise TooMany
+                    raise TooManyAccounts
     lines += [f"{debit}\t{asset}\t{change}" for (debit, asset), change in debits.items()]
     return lines
 

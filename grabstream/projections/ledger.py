@@ -10,7 +10,7 @@ from psycopg import AsyncConnection
 
 from grabstream.models.runs import RUN_GRABS_MAX, HeldRun
 from grabstream.models.transfers import RunTransfers, Transfer, Transfers
-from grabstream.projections.account_sums import TooMany, write_sums
+from grabstream.projections.account_sums import TooManyAccounts, write_sums
 from grabstream.projections.accounts import Changes, changes_of
 from grabstream.projections.cursors import Fact
 from grabstream.projections.database.arrays import copy_rows, copy_text, in_order, integer_array, text_array
@@ -82,7 +82,7 @@ async def finish_here(connection: AsyncConnection[Any]) -> None:
     try:
         async with connection.transaction():
             await write_sums(connection)
-    except TooMany:
+    except TooManyAccounts:
         await finish(connection)
 
 

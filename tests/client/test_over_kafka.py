@@ -306,7 +306,7 @@ def test_threads_share_a_client(system: Settings) -> None:
     grabs = [Grab(id="x", offer="september:a", user="ann")]
     assert [one.grab for one in client.take_basket(grabs, "all")] == ["all.1"]
     client.end()
-    with pytest.raises(RuntimeError, match="has ended"):
+    with pytest.raises(RuntimeError, match="is closed"):
         client.grab("threads", "ann")
     client.end()
 

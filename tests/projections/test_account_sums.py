@@ -12,7 +12,7 @@ from psycopg import AsyncConnection
 
 from grabstream.ops.settings import Settings
 from grabstream.projections import account_sums, ledger
-from grabstream.projections.account_sums import TooMany, added_up, write_sums
+from grabstream.projections.account_sums import TooManyAccounts, added_up, write_sums
 from tests.projections.test_columns import books  # noqa: F401 - a fixture
 
 #: Users have several runs, and transfers of their own; names are as odd as they may be.
@@ -72,7 +72,7 @@ async def test_sums_of_this_process_are_those_of_postgresql(
                 async with connection.transaction(force_rollback=True):
                     await write_sums(connection, lines_max)
                     assert await _accounts(connection) == expected
-            with pytest.raises(TooMany):
+            with pytest.raises(TooManyAccounts):
                 async with connection.transaction():
                     await write_sums(connection, few)
             monkeypatch.setattr(ledger, "write_sums", partial(write_sums, lines_max=few))

@@ -39,7 +39,7 @@ async def session(books: Settings) -> AsyncConnection[Any]:
 async def add(connection: AsyncConnection[Any], **changes: int) -> None:
     names, assets = text_array(list(changes)), text_array(["CNY"] * len(changes))
     async with connection.transaction():
-        await merge(connection, ADD, (names, assets, integer_array(changes.values())))
+        await merge(connection, ADD, (names, assets, integer_array(list(changes.values()))))
 
 
 async def sums(connection: AsyncConnection[Any]) -> dict[str, int]:

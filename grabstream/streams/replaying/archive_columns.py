@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from grabstream.projections.cursors import Fact
 
 
-class Part(NamedTuple):
+class EventPart(NamedTuple):
     """Consecutive lines of a shard whose chain is verified: the seq before the first, the lines joined by
     newlines, their hashes, and their last seqs (8 bytes each, as `array` has them), as bytes that pass from
     process to process without an object for each line.
@@ -137,7 +137,7 @@ def _types() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table_of(part: Part) -> Any:
+def table_of(part: EventPart) -> Any:
     """The Arrow table of a part; raises Corrupt if a line cannot be decoded, or if its text has another shard
     or other seqs.
     """
@@ -145,7 +145,7 @@ def table_of(part: Part) -> Any:
     return from_events(part) if table is None else table
 
 
-def from_events(part: Part) -> Any:
+def from_events(part: EventPart) -> Any:
     """The table, from the decoded events; raises Corrupt like `table_of`."""
     import pyarrow as arrow
 
@@ -174,7 +174,7 @@ def from_events(part: Part) -> Any:
     return arrow.Table.from_arrays(columns, schema=schema())
 
 
-def from_texts(part: Part) -> Any:
+def from_texts(part: EventPart) -> Any:
     """The table, from the texts of the lines; None if it cannot be made so."""
     import pyarrow as arrow
     import pyarrow.compute as pc
@@ -287,7 +287,7 @@ class _Seqs(NamedTuple):
     taken: Any
 
 
-def _seqs(part: Part) -> _Seqs:
+def _seqs(part: EventPart) -> _Seqs:
     import pyarrow as arrow
     import pyarrow.compute as pc
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final, Self
 import msgspec
 
 from grabstream.models.journal import Corrupt
-from grabstream.streams.replaying.archive_columns import Part, schema, table_of
+from grabstream.streams.replaying.archive_columns import EventPart, schema, table_of
 
 ZSTD_LEVEL: Final = 3
 PIPE_BYTES: Final = 1 << 20
@@ -26,15 +26,15 @@ class EncoderEnded(Exception):
     """The process has ended before its work was done."""
 
 
-class Reply(msgspec.Struct, array_like=True):
+class EncoderReply(msgspec.Struct, array_like=True):
     """The answer to a part, or to the end of a file. `corrupt` is why the lines of a part are refused."""
 
     content: bytes = b""
     corrupt: str = ""
 
 
-_decode_part: Final = msgspec.msgpack.Decoder(Part | None).decode
-_decode_reply: Final = msgspec.msgpack.Decoder(Reply).decode
+_decode_part: Final = msgspec.msgpack.Decoder(EventPart | None).decode
+_decode_reply: Final = msgspec.msgpack.Decoder(EncoderReply).decode
 
 
 class Encoder:
@@ -56,7 +56,7 @@ class Encoder:
         self._waiting = 0
         _widen(self.process.stdin, self.process.stdout)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: EventPart) -> None:
         """Sends a part of the file, and returns when the part before it was added."""
         self._send(part)
         while self._waiting > 1:
@@ -80,7 +80,7 @@ class Encoder:
             if pipe is not None:
                 pipe.close()
 
-    def _send(self, part: Part | None) -> None:
+    def _send(self, part: EventPart | None) -> None:
         assert self.process.stdin is not None
         try:
             _write(self.process.stdin, part)
@@ -158,7 +158,7 @@ class _File:
             write_statistics=["seq", "type", "offer", "offer_seq", "at", "at_time", "command", "payment"],
         )
 
-    def add(self, part: Part) -> None:
+    def add(self, part: EventPart) -> None:
         """Adds lines; raises Corrupt if they cannot be decoded, or contradict their place."""
         self._writer.write_table(table_of(part))
 
@@ -173,7 +173,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Encodes what is asked for, until there are no more requests."""
     file = _File()
     while (frame := _read(requests)) is not None:
-        part, reply = _decode_part(frame), Reply()
+        part, reply = _decode_part(frame), EncoderReply()
         try:
             if part is None:
                 reply.content = file.complete()

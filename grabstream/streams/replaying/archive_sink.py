@@ -45,7 +45,7 @@ from grabstream.streams.history.stores import (
     Store,
     in_thread,
 )
-from grabstream.streams.replaying.archive_columns import Part
+from grabstream.streams.replaying.archive_columns import EventPart
 from grabstream.streams.replaying.archive_encoder import Encoder
 
 #: A file ends with the record of the journal that reaches this many bytes of text, and part of a file (a row
@@ -237,7 +237,7 @@ class ArchiveSink:
     async def _end_part(self) -> None:
         waiting, self._part = self._part, _Waiting()
         self._last_line = waiting.lines[-1]
-        part = Part.of(self._shard, waiting.before_seq, waiting.lines, waiting.hashes, waiting.last_seqs)
+        part = EventPart.of(self._shard, waiting.before_seq, waiting.lines, waiting.hashes, waiting.last_seqs)
         await self._background.do(self._encoder.add, part)
 
     async def _end_file(self, file: _File) -> None:

@@ -301,7 +301,7 @@ async def test_answers_that_are_refused_for_ever_are_lasting_trouble(
     await bound("10")
     async with stage.decider():
         await stage.send([crowd(offer.offer, 1)])
-        where = f"deciding commands of {stage.topics.commands}: for "
+        where = f"deciding commands of {stage.topics.commands}: has failed for "
         await until(lambda: any(text.startswith(where) for text in caplog.messages), 30, "the warning")
         [present] = [one for one in troubles.present() if one.where.startswith("deciding")]
         assert "MessageSizeTooLarge" in present.words

@@ -345,7 +345,7 @@ async def test_state_that_is_wrong_voids_no_other(caplog: pytest.LogCaptureFixtu
         states = await questions.ask(holds)
     assert [state.grab for state in states] == ["g0", "g2", "g3", "g4", "g5"]
     [said] = [record.getMessage() for record in caplog.records]
-    assert "cannot be used: 1, the first: payments: number 2: user: must match" in said
+    assert "1 states that cannot be used, the first: payments: number 2: user: must match" in said
 
 
 async def test_payment_side_that_hangs_is_left_alone_and_tried_again() -> None:

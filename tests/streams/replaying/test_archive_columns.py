@@ -12,7 +12,7 @@ from grabstream.models.runs import decode_line
 from grabstream.streams.history import sources
 from grabstream.streams.replaying.archive_columns import (
     COLUMN_NAMES,
-    Part,
+    EventPart,
     from_events,
     from_texts,
     table_of,
@@ -22,14 +22,14 @@ from tests.support.random_history import NOW, random_history
 from tests.support.runs import as_lines, as_runs
 
 
-def part(lines: Sequence[bytes], **other: Any) -> Part:
+def part(lines: Sequence[bytes], **other: Any) -> EventPart:
     """Lines that follow each other, with what the journal says of them, or something else."""
     events = [decode_line(line) for line in lines]
     given = {
         "shard": events[0].shard, "before_seq": events[0].seq - 1, "lines": lines,
         "hashes": chain(GENESIS, lines), "last_seqs": [event.last_seq for event in events],
     }  # fmt: skip
-    return Part.of(**given | other)
+    return EventPart.of(**given | other)
 
 
 def text(event: dict[str, Any]) -> bytes:
@@ -129,8 +129,8 @@ RUN_LINE = text(RUN)
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
-        ([RUN_LINE.replace(b'"shard":3', b'"shard":4')], "carries other numbers"),
-        ([RUN_LINE.replace(b'"seq":41', b'"seq":42')], "carries other numbers"),
+        ([RUN_LINE.replace(b'"shard":3', b'"shard":4')], "has other numbers"),
+        ([RUN_LINE.replace(b'"seq":41', b'"seq":42')], "has other numbers"),
         ([RUN_LINE.replace(b'"ann","bob"', b'"ann"')], "1 values for 2 grabs"),
         ([RUN_LINE.replace(b'"ann"', b"null")], "Expected `str`, got `null`"),
         ([text(RUN | {"grabs": ["g"], "users": ["ann"]})], "carry other numbers"),
@@ -145,7 +145,7 @@ RUN_LINE = text(RUN)
 def test_a_line_that_contradicts_its_place_is_refused(lines: list[bytes], why: str) -> None:
     """Though the chain of hashes takes it."""
     with pytest.raises(Corrupt, match=why):
-        table_of(Part.of(3, 40, lines, chain(GENESIS, lines), [42, 43][: len(lines)]))
+        table_of(EventPart.of(3, 40, lines, chain(GENESIS, lines), [42, 43][: len(lines)]))
 
 
 def test_a_missing_line_is_noticed() -> None:
@@ -153,5 +153,5 @@ def test_a_missing_line_is_noticed() -> None:
     given = part(lines)
     assert table_of(given).num_rows == len(lines)
     without = [*lines[:4], *lines[5:]]
-    with pytest.raises(Corrupt, match="the text of seq 5 carries other numbers"):
+    with pytest.raises(Corrupt, match="the text of seq 5 has other numbers"):
         table_of(part(without))

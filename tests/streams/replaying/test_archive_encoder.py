@@ -12,7 +12,7 @@ from pyarrow import BufferReader, parquet
 
 from grabstream.models.journal import GENESIS, Corrupt, chain
 from grabstream.models.runs import decode_line
-from grabstream.streams.replaying.archive_columns import Part
+from grabstream.streams.replaying.archive_columns import EventPart
 from grabstream.streams.replaying.archive_encoder import Encoder, EncoderEnded
 from tests.support.random_history import NOW, random_history
 from tests.support.runs import as_runs
@@ -23,12 +23,12 @@ def lines() -> list[bytes]:
     return as_runs(random_history(5, 50, NOW).lines)
 
 
-def part(lines: list[bytes], first: int, end: int) -> Part:
+def part(lines: list[bytes], first: int, end: int) -> EventPart:
     events = list(map(decode_line, lines))
     hashes, last_seqs = chain(GENESIS, lines), [event.last_seq for event in events]
     before_seq = events[first].seq - 1
     shard = events[0].shard
-    return Part.of(shard, before_seq, lines[first:end], hashes[first:end], last_seqs[first:end])
+    return EventPart.of(shard, before_seq, lines[first:end], hashes[first:end], last_seqs[first:end])
 
 
 def bodies(content: bytes) -> list[bytes]:
@@ -45,7 +45,7 @@ def test_a_process_makes_one_file_after_another(lines: list[bytes]) -> None:
 
 
 def test_lines_that_contradict_their_place_are_refused(lines: list[bytes]) -> None:
-    with Encoder() as encoder, pytest.raises(Corrupt, match="carries other numbers"):
+    with Encoder() as encoder, pytest.raises(Corrupt, match="has other numbers"):
         encoder.add(part(lines, 0, 3)._replace(shard=99))
         encoder.complete()
 
