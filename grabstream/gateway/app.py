@@ -380,6 +380,15 @@ class Application:
         """A question costs nothing more than its waiting: it gives its room back, for room to wait."""
         stack.close()
         self._take_room(request, stack, self._joined, JOINED_CALLER_MAX)
+        request.continues = partial(self._continue, request, stack)
+
+    def _continue(self, request: Request, stack: ExitStack) -> None:
+        """A question that has waited asks PostgreSQL itself: it takes the room of a question again."""
+        stack.close()
+        request.continues = None
+        self._take_room(request, stack, self._questions_in_work, QUESTIONS_CALLER_MAX)
+        self.in_work += 1
+        stack.callback(self._leave)
 
     def _leave(self) -> None:
         self.in_work -= 1

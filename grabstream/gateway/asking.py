@@ -242,6 +242,8 @@ class QueryHandlers:
             return listed.order.page(visitor, after, page.rows + 1)
 
         if offers is None:
+            if request.continues is not None:
+                request.continues()
             return await self._cached(
                 request, "offers", asked, lambda: self._named(page, names(), filters, values)
             )

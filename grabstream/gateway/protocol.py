@@ -213,9 +213,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     #: Beside the attributes of uvicorn's class. With these in the same dict, each would take longer to find.
     __slots__ = (
-        "_answer_now", "_answered_now", "_began", "_bytes", "_counted", "_deferred", "_deferred_at",
-        "_head_bytes", "_idle_since", "_is_ending", "_is_head", "_reading_since", "_receiving", "_scope",
-        "_takes_whole", "_waited", "_whole", "_working", "_writing_since",
+        "_answer_now", "_answered_now", "_began", "_body_tail", "_bytes", "_counted", "_deferred",
+        "_deferred_at", "_head_bytes", "_idle_since", "_is_ending", "_is_head", "_reading_since",
+        "_receiving", "_scope", "_takes_whole", "_waited", "_whole", "_working", "_writing_since",
     )  # fmt: skip
 
     connections_max = 10_000
@@ -341,7 +341,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _read(self, data: bytes) -> None:
         self._bytes += len(data)
-        self._answered_now = 0
+        self._answered_now = self._body_tail = 0
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
@@ -350,8 +350,9 @@ class BoundedProtocol(HttpToolsProtocol):
             log.debug("a request asked for another protocol, and was refused")
         if self._began:
             self._began = False
-            # The request before it ended at the last empty line, or after it.
-            self._bytes = len(data) - (data.rfind(b"\r\n\r\n") + 4 if b"\r\n\r\n" in data else 0)
+            # The request before it ended at the last empty line, or with the body after that.
+            end = data.rfind(b"\r\n\r\n") + 4 if b"\r\n\r\n" in data else 0
+            self._bytes = max(0, len(data) - end - self._body_tail)
         if self._bytes > (HEAD_BYTES_MAX if self._is_head else MESSAGE_BYTES_MAX):
             self._end(_too_much(self._is_head))
 
@@ -374,7 +375,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is complete: the application is called, if the head is within its bound."""
         self._is_head = self._began = False
-        self._bytes = 0
+        self._bytes = self._body_tail = 0
         if self._is_ending:
             return
         if self.transport.is_closing():
@@ -400,6 +401,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         before, cycle = self.cycle, self._begin(version, fields)
         self._receiving = self.cycle = cycle
+        # The request before, whose bytes came with these, may have been answered at once.
+        self._idle_since = None
         if before is not None and not before.response_complete:
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))
@@ -449,7 +452,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _answer_whole(self, cycle: _Cycle) -> None:
         """Has the application answer a request whose body has come."""
-        self.app.answer_later(cycle.scope, bytes(cycle.body), partial(self._answered, cycle))
+        body, cycle.body = bytes(cycle.body), b""
+        self.app.answer_later(cycle.scope, body, partial(self._answered, cycle))
 
     def _answered(self, cycle: _Cycle, reply: Reply) -> None:
         try:
@@ -510,6 +514,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """The client sends nothing more: complete requests get their answers."""
+        if self.pipeline and self.pipeline[0][0] is self._receiving:
+            self.pipeline.popleft()
+            self._receiving = None
         last = self.pipeline[0][0] if self.pipeline else self._working
         if self._is_ending or self._receiving is not None or last is None or last.response_complete:
             return None
@@ -540,6 +547,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_ending or cycle.response_complete:
             return
         cycle.add(body)
+        end = body.rfind(b"\r\n\r\n")
+        self._body_tail = self._body_tail + len(body) if end < 0 else len(body) - end - 4
         if len(cycle.body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
 

@@ -71,11 +71,13 @@ class Request:
     the name of the API key of a service; None for an end user, and without authentication. `is_admitted`
     tells a stream whether its credentials are still valid; None without authentication. `caller` says whose
     question it is, and `read_since` from when on its answer must have been read (monotonic, s; None: any).
-    `joins` is called when it begins to wait for an answer that is being made for another request.
+    `joins` is called when it begins to wait for an answer that is being made for another request, `continues`
+    before it asks PostgreSQL itself after that.
     """
 
     __slots__ = (
-        "_headers", "caller", "is_admitted", "joins", "path", "read_since", "receive", "scope", "service",
+        "_headers", "caller", "continues", "is_admitted", "joins", "path", "read_since", "receive", "scope",
+        "service",
         "user",
     )  # fmt: skip
 
@@ -86,6 +88,7 @@ class Request:
         self.caller = ""
         self.read_since: float | None = None
         self.joins: Callable[[], None] | None = None
+        self.continues: Callable[[], None] | None = None
         self.scope = scope
         self.receive = receive
         self.path = path

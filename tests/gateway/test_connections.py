@@ -269,6 +269,33 @@ async def test_pipelined_requests_are_answered_in_order(caller: Caller, door: Do
     assert answers == [f"k{number}" for number in range(count)]
 
 
+async def test_body_of_a_request_is_not_counted_as_the_head_of_the_next(
+    caller: Caller, door: Door, offer: str
+) -> None:
+    await caller.open(offer, total=5)
+    whole = GRAB % offer.encode() + b"Idempotency-Key: k%d\r\nContent-Length: %d\r\n\r\n%b"
+    bodies = [b'{"user": "u1"' + b" " * (HEAD_BYTES_MAX - 14) + b"}", b'{"user": "u2"}']
+    first, second = (whole % (number, len(body), body) for number, body in enumerate(bodies))
+    async with connected(door.gateway.port) as one:
+        await one.send(first + second[:60])
+        assert (await one.answer()).body["user"] == "u1"
+        await one.send(second[60:])
+        assert (await one.answer()).body["user"] == "u2"
+
+
+async def test_complete_requests_are_answered_though_another_one_breaks_off(
+    caller: Caller, door: Door, offer: str
+) -> None:
+    await caller.open(offer, total=5)
+    whole = GRAB % offer.encode() + b'Idempotency-Key: k%d\r\nContent-Length: 14\r\n\r\n{"user": "u%d"}'
+    first, second, third = (whole % (number, number) for number in (1, 2, 3))
+    async with connected(door.gateway.port) as one:
+        await one.send(first + second + third[:-2])
+        one.writer.write_eof()
+        assert [(await one.answer()).body["user"] for _ in range(2)] == ["u1", "u2"]
+        assert await one.is_closed()
+
+
 async def test_garbage_after_a_request_does_not_take_its_answer(
     caller: Caller, door: Door, offer: str
 ) -> None:
@@ -377,6 +404,26 @@ async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> N
             assert (await one.answer()).status == 200
         assert await one.is_closed(seconds=READ_SECONDS_MAX - 2)
         assert time.monotonic() - began >= 1
+
+
+@pytest.mark.long
+async def test_request_after_one_that_is_answered_at_once_is_not_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "IDLE_SECONDS_MAX", 1)
+
+    class Answering:
+        def answer_now(self, scope: Scope) -> Reply | None:
+            return Reply(200, b"{}", ()) if scope["path"] == "/now" else None
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await asyncio.sleep(4)  # longer than a connection may be idle
+            await send_reply(scope, send, Reply(201, b"{}", ()))
+
+    async with served(Answering()) as server, connected(server.port) as one:
+        get = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        await one.send(get % b"now" + get % b"slow")
+        assert [(await one.answer()).status for _ in range(2)] == [200, 201]
 
 
 async def test_each_turn_of_the_loop_reads_a_bounded_number_of_connections(

@@ -22,6 +22,7 @@ from grabstream.gateway.bounds import (
     QUESTIONS_CALLER_MAX,
     QUESTIONS_MAX,
     QUESTIONS_USER_MAX,
+    SHUFFLED_OFFERS_MAX,
 )
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
@@ -187,4 +188,46 @@ async def test_who_waits_for_an_answer_that_is_being_made_takes_no_room_of_quest
         async with door.asking("rows", "shop", QUESTIONS_CALLER_MAX - 1):
             assert door.application.in_work == QUESTIONS_CALLER_MAX + 1
     assert {status for status, _ in await asyncio.gather(*crowd, other)} == {200}
+    assert door.application.in_work == 0
+
+
+class _ManyOffers(SlowBooks):
+    """More offers than are kept: PostgreSQL is asked for the page of each visitor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages = self.pages_most = 0
+        self.pages_continue = asyncio.Event()
+
+    async def rows(self, query: str, parameters: Any = ()) -> list[Any]:
+        if "string_agg" in query:
+            return [{"names": " ".join(f"o{number}" for number in range(SHUFFLED_OFFERS_MAX + 1))}]
+        if "ANY(%s)" not in query:
+            self.asked["rows"] += 1
+            await self.go_on.wait()
+            return [{"offer": f"o{number}"} for number in range(SHUFFLED_OFFERS_MAX + 1)]
+        self.pages += 1
+        self.pages_most = max(self.pages_most, self.pages)
+        await self.pages_continue.wait()
+        self.pages -= 1
+        return []
+
+
+async def test_visitors_who_have_waited_for_a_list_take_the_room_of_questions_again() -> None:
+    door = Door("key")
+    books = door.books = _ManyOffers()
+    door.application._questions._books = books
+    crowd = [
+        asyncio.create_task(door.ask("shop", f"order=random&visitor=v{number}", "/v1/offers"))
+        for number in range(JOINED_CALLER_MAX + 1)
+    ]
+    await until(lambda: door.cache.hits == JOINED_CALLER_MAX, 10, "the crowd waits")
+    books.go_on.set()
+    await until(
+        lambda: books.pages + sum(task.done() for task in crowd) == len(crowd), 10, "all ask, or are refused"
+    )
+    assert books.pages == books.pages_most == door.application.in_work == QUESTIONS_CALLER_MAX
+    books.pages_continue.set()
+    statuses = Counter(status for status, _ in await asyncio.gather(*crowd))
+    assert statuses == {200: QUESTIONS_CALLER_MAX, 503: len(crowd) - QUESTIONS_CALLER_MAX}
     assert door.application.in_work == 0
