@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -12,6 +13,16 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 T = TypeVar("T")
 #: How long calls may take to end with their client.
 END_SECONDS_MAX: Final = 10.0
+_clients: Final = weakref.WeakSet["InThread[Any]"]()
+
+
+def _renew_locks() -> None:
+    """In a forked process, a lock may be held by a thread of the parent, which is not there to release it."""
+    for client in _clients:
+        client._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 class Ending(Protocol):
@@ -29,7 +40,9 @@ class InThread(Generic[C]):
 
     def __init__(self, make: Callable[[], C]) -> None:
         self._make = make
-        self._lock = threading.Lock()
+        # A signal handler may end the client while its thread is in a call.
+        self._lock = threading.RLock()
+        _clients.add(self)
         self._running: _Running[C] | None = None
         self._is_ended = False
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -440,3 +441,53 @@ async def test_a_reply_that_drips_ends_with_the_time_out(
             await both.grab("o", "u", id="g")
         assert time.monotonic() - began < 30  # the whole takes 100 s
         await both.end()
+
+
+class _Nothing:
+    async def end(self) -> None:
+        """Nothing is to be closed."""
+
+    async def process(self) -> int:
+        return os.getpid()
+
+
+class _Calling(InThread[_Nothing]):
+    def call(self) -> int:
+        return self._wait(self._client().process())
+
+
+def test_a_forked_process_does_not_wait_for_a_lock_of_its_parent() -> None:
+    client = _Calling(_Nothing)
+    assert client.call() == os.getpid()
+    locked, may_release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with client._lock:
+            locked.set()
+            may_release.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    locked.wait()
+    if not (child := os.fork()):
+        signal.alarm(20)  # ends a process that hangs
+        os._exit(client.call() != os.getpid())
+    _, status = os.waitpid(child, 0)
+    may_release.set()
+    holder.join()
+    client.end()
+    assert status == 0
+
+
+def test_a_signal_handler_may_end_a_client_whose_thread_is_in_a_call() -> None:
+    client = _Calling(_Nothing)
+    client.call()
+
+    def end_within_a_call() -> None:
+        with client._lock:
+            client.end()
+
+    ending = threading.Thread(target=end_within_a_call, daemon=True)
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive()
