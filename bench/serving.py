@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis
-from grabstream.ops.services import free_ports
 
 from bench import classic
 from bench.stage import system
@@ -31,6 +30,7 @@ from grabstream.models.offers import CouponTerms
 from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.streams.topics import Topics
+from grabstream.workshop.services import free_ports
 
 OFFERS = 20
 VISITORS = 100
