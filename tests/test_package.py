@@ -33,6 +33,18 @@ def test_no_file_is_a_symbolic_link() -> None:
     assert [line for line in listed if line.startswith("120000 ")] == []
 
 
+def test_own_processes_import_no_modules_of_their_working_directory() -> None:
+    """They have the credentials of the system: `-P` keeps the directory out of the search path."""
+    begun = [
+        line
+        for file in (PROJECT / "grabstream").rglob("*.py")
+        for line in file.read_text().splitlines()
+        if "sys.executable," in line and '"-m"' in line
+    ]
+    assert len(begun) >= 4
+    assert [line for line in begun if 'sys.executable, "-P", "-m"' not in line] == []
+
+
 PYPROJECT: Final = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
 
 

@@ -8,13 +8,16 @@ changes of accounts that have only one, as most wallets have, are neither looked
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from sys import getsizeof
 from typing import Any, Final
 
 import msgspec
 from psycopg import AsyncConnection
 
-#: The most lines in memory, 0.3 GB: changes of accounts, and sums of accounts half as many.
-LINES_MAX: Final = 2_000_000
+#: The most bytes of lines in memory: changes of accounts, and sums of accounts in half of it.
+BYTES_MAX: Final = 300_000_000
+#: What Python needs for a line beside its characters: the object, its place in the list, the amount.
+_LINE_BYTES: Final = 80
 #: Lines that are added up at once, while PostgreSQL writes those before.
 PIECE_LINES: Final = 5_000
 
@@ -36,13 +39,13 @@ class TooManyAccounts(Exception):
     """There are more accounts than this process keeps in memory."""
 
 
-async def write_sums(connection: AsyncConnection[Any], lines_max: int = LINES_MAX) -> None:
+async def write_sums(connection: AsyncConnection[Any], bytes_max: int = BYTES_MAX) -> None:
     """Copies the sum of every account into the empty `accounts_1`, in the caller's transaction.
 
-    Blocks the event loop for as long as sorting takes. Raises TooMany before it writes anything, if the
-    changes cannot be added up in memory; the caller's savepoint must then be rolled back.
+    Blocks the event loop for as long as sorting takes. Raises TooManyAccounts before it writes
+    anything, if the changes cannot be added up in memory; the caller's savepoint must then be rolled back.
     """
-    lines = await _changes(connection, lines_max)
+    lines = await _changes(connection, bytes_max)
     async with (
         connection.cursor() as cursor,
         cursor.copy(b"COPY accounts_1 (account, asset, posted) FROM STDIN") as copy,
@@ -51,30 +54,42 @@ async def write_sums(connection: AsyncConnection[Any], lines_max: int = LINES_MA
             await copy.write(piece)
 
 
-async def _changes(connection: AsyncConnection[Any], lines_max: int) -> list[str]:
+async def _changes(connection: AsyncConnection[Any], bytes_max: int) -> list[str]:
     """A line for each change of an account, or for the sum of some of its changes."""
     lines: list[str] = []
+    size = 0
     debits: defaultdict[tuple[str, str], int] = defaultdict(int)
     async with connection.cursor() as cursor, cursor.copy(_CHANGES) as copy:
         async for row in copy:
             debit, account, asset, names, amounts = str(row, "utf-8")[:-1].split("\t")
             if debit:
                 debits[debit, asset] -= sum(_integers(f"[{amounts}]"))
+            before = len(lines)
             lines += [
                 f"{account}{name}\t{asset}\t{amount}"
                 for name, amount in zip(names.split("\x1f"), amounts.split(","), strict=True)
             ]
-            if len(lines) + len(debits) > lines_max:
+            size += _size(len(lines) - before, account, asset, names)
+            if size + len(debits) * 4 * _LINE_BYTES > bytes_max:
                 lines = [line for piece in added_up(lines) for line in piece.split("\n")[:-1]]
-                if len(lines) + len(debits) > lines_max // 2:
+                size = sum(map(getsizeof, lines)) + 8 * len(lines)
+                if size + len(debits) * 4 * _LINE_BYTES > bytes_max // 2:
                     raise TooManyAccounts
     lines += [f"{debit}\t{asset}\t{change}" for (debit, asset), change in debits.items()]
     return lines
 
 
+def _size(count: int, account: str, asset: str, names: str) -> int:
+    """About how many bytes the lines of a row need, at most. One character beyond U+FFFF in a text makes all
+    of its characters take 4 bytes.
+    """
+    width = 1 if names.isascii() and account.isascii() else 4
+    return count * (_LINE_BYTES + width * (len(account) + len(asset) + 16)) + width * len(names)
+
+
 def added_up(lines: list[str]) -> Iterator[str]:
     """Lines `<account>\\t<asset>\\t<change>` as text with one line for each account and asset, sorted, in
-    pieces. Sorts `lines` in place.
+    pieces. Sorts `lines` in place, and empties those that it has added up.
     """
     lines.sort()
     end = 0
@@ -82,7 +97,9 @@ def added_up(lines: list[str]) -> Iterator[str]:
         start, end = end, end + PIECE_LINES
         while end < len(lines) and _key(lines[end]) == _key(lines[end - 1]):
             end += 1
-        yield _repeated.sub(_sum, "\n".join(["", *lines[start:end], ""]))[1:]
+        text = "\n".join(["", *lines[start:end], ""])
+        lines[start:end] = [""] * (end - start)
+        yield _repeated.sub(_sum, text)[1:]
 
 
 def _key(line: str) -> str:

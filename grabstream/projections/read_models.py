@@ -17,7 +17,7 @@ Finish = Callable[[AsyncConnection[Any]], Awaitable[None]]
 class ReadModel(NamedTuple):
     """`apply` adds events to complete tables. `load` adds events to tables without constraints, faster.
     `finish` computes the sums of loaded rows in PostgreSQL. `finish_here` does the same in less time, but may
-    need 0.4 GB of memory, and block the event loop for seconds.
+    need up to 0.4 GB of memory, and block the event loop for seconds.
 
     All write in the caller's transaction, in the version that the connection uses. After `finish` or
     `finish_here`, the tables have the same rows as if `apply` had added the events.

@@ -1,5 +1,6 @@
 """The Redis user `reader` of `grabstream grants`: what it reads reveals no future parts and codes."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -40,9 +41,16 @@ async def test_a_reader_reads_no_seed_and_no_parts(private_server: Any) -> None:
     for key in refused:
         with pytest.raises(NoPermissionError):
             await reader.execute_command("TYPE", key)
-    for words in (("SCAN", "0"), ("RANDOMKEY",)):  # these name keys of all prefixes
+    gateway = redis.asyncio.Redis(port=port, username="grab_gate", password="secret")
+    # These name keys, or channels, of all prefixes.
+    naming: tuple[tuple[str, ...], ...] = (
+        ("SCAN", "0"), ("RANDOMKEY",), ("CLIENT", "TRACKING", "ON", "BCAST"),
+        ("CLUSTER", "GETKEYSINSLOT", "0", "9"), ("PUBSUB", "CHANNELS"), ("PUBSUB", "SHARDCHANNELS"),
+    )  # fmt: skip
+    for client, words in product((reader, gateway), naming):
         with pytest.raises(NoPermissionError):
-            await reader.execute_command(*words)
+            await client.execute_command(*words)
+    await gateway.aclose()
     assert int(await reader.hget(shard.state, "seq")) >= 3
     assert await reader.hlen(shard.users(offer)) == 2
     for key in (keys.system, shard.outbox, shard.due, shard.lease, *shard.campaign_keys(offer)):

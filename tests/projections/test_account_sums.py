@@ -2,7 +2,9 @@
 changes are added up once, several times, or are too many for memory.
 """
 
+from collections.abc import Iterator
 from functools import partial
+from sys import getsizeof
 from typing import Any
 
 import pytest
@@ -67,15 +69,27 @@ async def test_sums_of_this_process_are_those_of_postgresql(
                 await ledger.finish(connection)
                 expected = await _accounts(connection)
             assert len(expected) > 100
-            few = 2 * len(expected) - 20
-            for lines_max in (1_000, 2 * len(expected)):
+            needed = sum(
+                getsizeof(f"{account}\t{asset}\t{posted}") + 8 for account, asset, posted in expected
+            )
+            added_up_times = 0
+
+            def counted(lines: list[str]) -> Iterator[str]:
+                nonlocal added_up_times
+                added_up_times += 1
+                return added_up(lines)
+
+            monkeypatch.setattr(account_sums, "added_up", counted)
+            for bytes_max, is_often in ((100 * needed, False), (2 * needed + 2_000, True)):
+                added_up_times = 0
                 async with connection.transaction(force_rollback=True):
-                    await write_sums(connection, lines_max)
+                    await write_sums(connection, bytes_max)
                     assert await _accounts(connection) == expected
+                assert (added_up_times > 2) is is_often
             with pytest.raises(TooManyAccounts):
                 async with connection.transaction():
-                    await write_sums(connection, few)
-            monkeypatch.setattr(ledger, "write_sums", partial(write_sums, lines_max=few))
+                    await write_sums(connection, needed)
+            monkeypatch.setattr(ledger, "write_sums", partial(write_sums, bytes_max=needed))
             await ledger.finish_here(connection)
             assert await _accounts(connection) == expected
 
@@ -83,3 +97,10 @@ async def test_sums_of_this_process_are_those_of_postgresql(
 async def _accounts(connection: AsyncConnection[Any]) -> list[Any]:
     rows = await connection.execute("SELECT account, asset, posted FROM accounts_1 ORDER BY 1, 2")
     return await rows.fetchall()
+
+
+def test_long_names_of_wide_characters_count_for_what_they_take() -> None:
+    name = "付" * 80 + "😀"
+    lines = [f"external:{name}{n}\tCNY\t{n}" for n in range(100)]
+    taken = sum(map(getsizeof, lines)) + 8 * len(lines)
+    assert taken <= account_sums._size(100, "external:", "CNY", "\x1f".join(f"{name}{n}" for n in range(100)))

@@ -197,8 +197,13 @@ class BooksComparison:
                 f"the journal begins at offset {beginning}: older records were deleted; --archive names an "
                 "archive that has them"
             )
-        offset = max(beginning, cursor.next_offset)
-        async with aclosing(self._reader.read(shard, offset, await self._reader.end(shard))) as lists:
+        offset, end = max(beginning, cursor.next_offset), await self._reader.end(shard)
+        if end < cursor.next_offset:
+            raise Gap(
+                f"the journal has lost its end: it ends at offset {end}, and the archive has read it up to "
+                f"offset {cursor.next_offset}"
+            )
+        async with aclosing(self._reader.read(shard, offset, end)) as lists:
             async for records in lists:
                 for record in records:
                     try:

@@ -47,7 +47,10 @@ async def connect(postgres: str, schema: str, work: str = "", **options: Any) ->
     `options` are those of psycopg.
     """
     autocommit = options.pop("autocommit", True)
-    chosen: dict[str, Any] = {**_defaults(postgres), **options, "autocommit": True}
+    # Rows are copied as UTF-8, whatever PGCLIENTENCODING says.
+    chosen: dict[str, Any] = {
+        **_defaults(postgres), "client_encoding": "UTF8", **options, "autocommit": True
+    }  # fmt: skip
     name = session_name(schema, work)
     connect: Any = AsyncConnection.connect  # noqa: TID251 - here only
     connection: AsyncConnection[Any] = await connect(postgres, **chosen, application_name=name)

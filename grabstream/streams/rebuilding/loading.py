@@ -73,7 +73,8 @@ async def _start(load: Load, arguments: Sequence[Any]) -> Process:
     # Not multiprocessing: a forked process would share our connections, and a spawned one imports our main
     # module first, which for the command line is most of this program. In a new session, because Ctrl-C is
     # sent to all processes of a terminal, but only the parent ends this process.
-    command = (sys.executable, "-m", "grabstream.streams.rebuilding.loading")
+    # -P: modules in the working directory are not imported.
+    command = (sys.executable, "-P", "-m", "grabstream.streams.rebuilding.loading")
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(pickle.dumps((os.getpid(), load, arguments)))

@@ -138,11 +138,18 @@ def _types() -> dict[str, Any]:
 
 
 def table_of(part: EventPart) -> Any:
-    """The Arrow table of a part; raises Corrupt if a line cannot be decoded, or if its text has another shard
-    or other seqs.
+    """The Arrow table of a part; raises Corrupt if a line is not JSON or has a number that no column has room
+    for, or if its text has another shard or other seqs.
     """
+    import pyarrow as arrow
+
     table = from_texts(part)
-    return from_events(part) if table is None else table
+    try:
+        return from_events(part) if table is None else table
+    except (OverflowError, arrow.ArrowInvalid) as error:
+        raise Corrupt(
+            f"shard {part.shard}: a line of those from seq {part.before_seq + 1} on: {error}"
+        ) from None
 
 
 def from_events(part: EventPart) -> Any:

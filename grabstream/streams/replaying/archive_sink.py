@@ -189,7 +189,7 @@ class ArchiveSink:
         await self._background.stop()
 
     async def write(self, shard: int, read: Lines) -> None:
-        """Takes lines, which follow those before. If they cannot be decoded, or contradict their place, this
+        """Takes lines, which follow those before. If they are not JSON, or contradict their place, this
         or a later call raises Corrupt.
         """
         if shard != self._shard:

@@ -189,6 +189,11 @@ def up(temporary: bool, cluster: bool, secure: bool, as_json: bool) -> None:
     These keep their data in the folder .services (PostgreSQL in /var/tmp, if root starts it). A cluster has
     its own ports, and may run in addition to the single servers.
     """
+    if not (PROJECT / "compose.yaml").exists():
+        raise ServiceError(
+            "`grabstream up` needs a checkout of the project, where compose.yaml names the versions of the "
+            "servers: run it there, or set GRAB_REDIS_URL, GRAB_KAFKA and GRAB_POSTGRES to other servers"
+        )
     report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line}[/]"))
     made_key = _write_seal_key()
     secure = secure or points_at_secured(load_settings())

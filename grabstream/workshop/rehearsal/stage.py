@@ -131,7 +131,7 @@ async def set_up(
             for roles in processes:
                 output = own if roles == GATEWAY else shared
                 words = [GATEWAY, "--port", "0"] if roles == GATEWAY else ["worker", "--roles", roles]
-                command = [sys.executable, "-m", "grabstream.ops.cli", *words]
+                command = [sys.executable, "-P", "-m", "grabstream.ops.cli", *words]
                 workers[roles] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)  # noqa: ASYNC220 - forks at once
         yield Stage(workers, log, gateway_log)
     finally:

@@ -40,6 +40,14 @@ async def other(servers: Settings, system: Settings) -> AsyncIterator[Settings]:
     await take_down(settings)
 
 
+async def test_sessions_speak_utf8_whatever_the_environment_says(
+    system: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
+    async with await connect(system.postgres, system.schema_) as connection:
+        assert connection.info.encoding == "utf-8"
+
+
 async def test_a_switch_waits_for_every_session_except_those_of_other_systems(
     system: Settings, other: Settings
 ) -> None:

@@ -30,7 +30,8 @@ from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import decode_line
 from grabstream.ops.commands.rebuild.export import _size
 from grabstream.ops.settings import child_environment
-from grabstream.streams.journal import open_reader
+from grabstream.ops.verification.verifying import verify
+from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.replaying.archive_columns import COLUMN_NAMES
 from grabstream.streams.topics import Topics
@@ -364,6 +365,46 @@ async def test_read_models_are_rebuilt_after_the_journal_was_cut(system: Setting
     verified(system, 0, "--archive", str(folder))
     done = grabstream("rebuild", "ledger", "--from", "archive", "--archive", str(folder), **env_of(system))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_a_journal_that_has_lost_its_end_is_named_beside_an_archive_too(
+    system: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = random_history(7, 60, NOW - 1_000 * DAY_MS)
+    await project(system, history, random.Random(2), lines_of(history))
+    folder = tmp_path / "archive"
+    export(system, folder)
+    end_of = JournalReader.end
+
+    async def half(reader: JournalReader, shard: int) -> int:
+        return await end_of(reader, shard) // 2
+
+    monkeypatch.setattr(JournalReader, "end", half)
+    for archive in (None, system.store(folder)):
+        checks = {check.name: check for check in await verify(system, 0, quick=True, archive=archive)}
+        assert "the journal has lost its end" in "; ".join(checks["chain of every shard"].problems)
+
+
+@pytest.mark.long
+async def test_an_archive_with_a_line_that_cannot_be_read_is_not_complete(
+    system: Settings, tmp_path: Path
+) -> None:
+    lines = lines_of(random_history(7, 100, NOW - 1_000 * DAY_MS))
+    last_seqs = [decode_line(line).last_seq for line in lines]
+    at = next(index for index, line in enumerate(lines) if b'"grabs"' in line and index > 20)
+    event = json.loads(lines[at])
+    del event["left"]
+    lines[at] = json.dumps(event, separators=(",", ":")).encode()
+    async with AIOKafkaProducer(bootstrap_servers=system.kafka, acks="all") as producer:
+        journal = JournalWriter(system, producer)
+        await journal.marker(1, "a")
+        for index in range(len(lines)):
+            await journal.block(lines, index + 1, index + 1, last_seqs=last_seqs)
+    folder = tmp_path / "archive"
+    export(system, folder)
+    done = grabstream("verify-archive", str(folder), **env_of(system))
+    assert done.returncode == 1
+    assert f"the event of seq {event['seq']} cannot be decoded" in done.stderr
 
 
 def verified(settings: Settings, code: int, *words: str) -> dict[str, Any]:

@@ -143,8 +143,9 @@ async def _supervise(
             "count them together",
             processes,
         )
-    # The same words; of an option that occurs twice, the last one holds.
-    command = [sys.executable, "-m", "grabstream.ops.cli", *sys.argv[1:], "--port", str(port)]
+    # The same words; of an option that occurs twice, the last one holds. -P: modules in the working directory
+    # are not imported.
+    command = [sys.executable, "-P", "-m", "grabstream.ops.cli", *sys.argv[1:], "--port", str(port)]
     with bind(host, port, is_shared=True):
         supervisor = Supervisor(processes, lambda number: [*command, "--process", str(number)], stop, log)
         return await supervisor.run(), signals
