@@ -1,4 +1,6 @@
-"""Changed scripts: scripts that raise for commands whose id has `undecidable`, or have other bounds."""
+"""Changed scripts: scripts that raise for commands whose id has `undecidable`, have other bounds, or lack a
+period of limits.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +20,7 @@ _RAISE = (
 )
 _LINE_BOUND = f"event_line_bytes = {EVENT_LINE_BYTES_MAX},"
 _DUE_BOUND = "* (offer.rules.price or 0) > AMOUNT_MAX then"
+_LETTERS = "PERIOD_OF = {d = 'day', h = 'hour', o = 'offer', w = 'week'}"
 _WRITTEN = "      done = i\n"
 _RAISE_AT = """
       if i == %d and writes[1][1] == 'XADD' then
@@ -61,6 +64,14 @@ def sell_at_any_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the scripts of this process accept any price × quantity."""
     assert _DUE_BOUND in loader.load("grab").text
     _replace(monkeypatch, lambda text: text.replace(_DUE_BOUND, "> math.huge then"))
+
+
+def forget_weeks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the scripts of this process compute windows of weeks, but have no letter for their counters."""
+    assert _LETTERS in loader.load("grab").text
+    _replace(
+        monkeypatch, lambda text: text.replace(_LETTERS, "PERIOD_OF = {d = 'day', h = 'hour', o = 'offer'}")
+    )
 
 
 def _replace(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str]) -> None:

@@ -38,9 +38,17 @@ end
 
 local counted_under, read_wanted, write_counters, next_counters, count_in, count, give_back
 do
-  -- The periods of limits, in the order of their counters in a text.
+  -- The periods of limits, in the order of their counters in a text, and the same by their first letters,
+  -- which must differ.
   local PERIODS = {'day', 'hour', 'offer', 'week'}
   local PERIOD_OF = {d = 'day', h = 'hour', o = 'offer', w = 'week'}
+
+  -- Raises for a period without a letter: a text would leave its counter out.
+  local function check_period(period)
+    if PERIOD_OF[string.sub(period, 1, 1)] ~= period then
+      error('limits: this program has no letter for counters of the period ' .. period)
+    end
+  end
 
   -- The counters of a text by their period.
   local function parse_counters(text, field)
@@ -57,6 +65,7 @@ do
 
   local function counters_text(by_period)
     local text = ''
+    for period in pairs(by_period) do check_period(period) end
     for i = 1, #PERIODS do
       local value = by_period[PERIODS[i]]
       if value then
@@ -80,7 +89,8 @@ do
   end
 
   local function field_of(name)
-    local by, _, value = parts_of(name)
+    local by, period, value = parts_of(name)
+    check_period(period)
     return by .. '/' .. value
   end
 

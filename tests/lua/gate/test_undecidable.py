@@ -16,11 +16,11 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import CallOrder, QueueEntry
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.commands import AnyCommand, Grab, Open
-from grabstream.models.offers import StockTerms
+from grabstream.models.offers import Limit, StockTerms
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import until
-from tests.lua.changed_scripts import bound_lines, inject, sell_at_any_price
+from tests.lua.changed_scripts import bound_lines, forget_weeks, inject, sell_at_any_price
 from tests.lua.conftest import SEALER, event_lines, grabs
 from tests.support.fake_relay import (
     CARRIED_OUT,
@@ -90,6 +90,23 @@ async def test_a_number_that_would_be_rounded_is_refused_before_its_event(
     assert [answer.outcome for answer in answers] == ["held", "invalid", "held"]
     assert [answer.left for answer in answers] == [199, None, 197]
     assert "not an integer from 0 to" in (answers[1].message or "")
+    await gate.close()
+
+
+@pytest.mark.parametrize("attributes", [{}, {"card": "7"}])
+async def test_a_limit_whose_period_has_no_counters_is_refused(
+    relay: FakeRelay, monkeypatch: pytest.MonkeyPatch, attributes: dict[str, str]
+) -> None:
+    """Otherwise the units would be given without being counted. Grabs with attributes are decided singly."""
+    gate = gate_over(relay)
+    terms = StockTerms(issuer="i", total=20, hold_ms=1_000, limits=(Limit("user", "week", 1),))
+    opened = [Open(id="open-w", offer="w", terms=terms)]
+    assert [answer.outcome for answer in await gate.decide(opened, "decided")] == ["opened"]
+    forget_weeks(monkeypatch)
+    commands = [Grab(id=f"w{n}", offer="w", user=f"u{n}", attributes=attributes) for n in range(3)]
+    answers = await gate.decide(commands, "decided")
+    assert [answer.outcome for answer in answers] == ["invalid"] * 3
+    assert all("no letter for counters of the period week" in (answer.message or "") for answer in answers)
     await gate.close()
 
 
