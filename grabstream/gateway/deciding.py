@@ -152,7 +152,7 @@ class CommandHandlers:
     def _found(
         self, request: Request, command: AnyCommand, found: Answer | BaseException, promise: Promise
     ) -> Reply | BaseException:
-        """What a request gets for what its command got."""
+        """The reply, or error, for the result of a command."""
         if not isinstance(found, Answer):
             if isinstance(found, OutcomeUnknown):
                 return self._unknown(request, command, found)

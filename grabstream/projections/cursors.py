@@ -40,8 +40,8 @@ _fact = partial(tuple.__new__, Fact)
 
 
 class _NotComputed(tuple[Any, ...]):
-    """In place of the transfers of a fact whose reader asked for none. To use it is an error: without it, a
-    reader that needs them after all would find that no money moved.
+    """In place of the transfers of a fact whose reader asked for none. Using it raises. An empty tuple would
+    look as if no money had moved.
     """
 
     __slots__ = ()

@@ -88,12 +88,14 @@ from grabstream.runtime.trouble import is_trouble
 
 log = logging.getLogger(__name__)
 
+#: Calls of a shard that are in flight at the same time.
 IN_FLIGHT_MAX: Final = 2
-#: Minimum size of a second concurrent call, whatever it costs the server …
+#: Minimum commands of a second call while the server is not fast.
 BESIDE_COMMANDS_MIN: Final = 64
-#: … and while the last call of the shard was answered within this time. A call of a few commands takes 0.2 ms
-#: of a server that is otherwise idle.
+#: Minimum commands of a second call while the server is fast.
 BESIDE_FAST_COMMANDS_MIN: Final = 8
+#: A server is fast if it answered the last call of the shard in less time. A call of a few commands takes
+#: 0.2 ms of a server that is otherwise idle.
 FAST_SECONDS: Final = 0.002
 RETRY_SECONDS: Final = 0.05
 WATCH_EVERY_SECONDS: Final = 0.1
@@ -107,7 +109,6 @@ SHARDS_KNOWN_MAX: Final = 100_000
 #: A command, alone in its call, whose script has failed this many times after its first write is not sent
 #: again.
 BREAKS_MAX: Final = 3
-
 
 #: The outcome's code in a row of a reply.
 _code_of = itemgetter(0)

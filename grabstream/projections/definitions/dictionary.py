@@ -256,7 +256,7 @@ VIEWS: Final[Mapping[str, View]] = {
         ("offer", "by", "per", "scope", "value"),
         _columns(
             "offer by per scope value max counted left resets_at resets_time",
-            per=("text", "Window of the limit: hour, day, week, offer or campaign."),
+            per=("text", "Period of the limit: `hour`, `day`, `week`, or `offer` (in all)."),
             scope=("text", "Whether grabs of the `offer` or of the `campaign` count."),
             value=("text", "The user, or the value of the attribute."),
             max="Units that the limit allows.",

@@ -407,7 +407,7 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
         )
         return
     console.print()
-    console.print(table("Outcomes", ("outcome", "answers"), result["outcomes"].items()))
+    console.print(table("Outcomes", ("outcome", "answers, with repeats"), result["outcomes"].items()))
     if "http" in result:
         sent = result["http"]["attempts"].items()
         console.print(table("Replies over HTTP, by status", ("status", "replies"), sent))
