@@ -38,14 +38,14 @@ end
 
 local counted_under, read_wanted, write_counters, next_counters, count_in, count, give_back
 do
-  -- The periods of limits, in the order of their counters in a text, and the same by their first letters,
-  -- which must differ.
+  -- The periods of limits, in the order of their counters in a text, and their letters, which must differ.
   local PERIODS = {'day', 'hour', 'offer', 'week'}
+  local LETTER_OF = {day = 'd', hour = 'h', offer = 'o', week = 'w'}
   local PERIOD_OF = {d = 'day', h = 'hour', o = 'offer', w = 'week'}
 
   -- Raises for a period without a letter: a text would leave its counter out.
   local function check_period(period)
-    if PERIOD_OF[string.sub(period, 1, 1)] ~= period then
+    if not LETTER_OF[period] or PERIOD_OF[LETTER_OF[period]] ~= period then
       error('limits: this program has no letter for counters of the period ' .. period)
     end
   end
@@ -69,7 +69,7 @@ do
     for i = 1, #PERIODS do
       local value = by_period[PERIODS[i]]
       if value then
-        text = text .. string.format('%s%d:%d', string.sub(PERIODS[i], 1, 1), value[1], value[2])
+        text = text .. string.format('%s%d:%d', LETTER_OF[PERIODS[i]], value[1], value[2])
       end
     end
     return text

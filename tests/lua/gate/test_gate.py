@@ -206,7 +206,13 @@ async def test_commands_sent_without_a_reply_wait_while_the_shard_is_fenced(priv
         LosesReplies(client, 1, lambda: fence(client, keys)), keys, SEALER, GateLimits(timeout_ms=20_000)
     )
     waiting = asyncio.create_task(gate.decide(grabs(2), "decided"))
-    await until(lambda: client.hexists(keys.shard(0).users("e"), grabs(2)[1].user))
+
+    async def is_fenced() -> bool:
+        return bool(await client.hget(state, "server_epoch") != server_epoch)
+
+    # The shard is fenced after the call was decided, and before its reply is lost.
+    await until(is_fenced)
+    assert await client.hexists(keys.shard(0).users("e"), grabs(2)[1].user)
     await client.hset(state, "server_epoch", server_epoch)
     assert [(answer.outcome, answer.repeated) for answer in await waiting] == [("granted", True)] * 2
     await gate.close()
