@@ -235,7 +235,7 @@ async def _watched(
             offers = await (
                 await books.execute(
                     "SELECT string_agg(offer || ' is ' || state, ', ') FROM "
-                    "(SELECT offer, state FROM offers WHERE state <> 'retired' LIMIT 5) AS some"
+                    "(SELECT offer, state FROM offers WHERE state <> 'retired' LIMIT 5) AS present"
                 )
             ).fetchone()
             progress = await read_progress(client, key_space(settings), books)

@@ -57,9 +57,12 @@ class Traffic:
             self._crowd.result()
 
     async def seconds_to_next_answer(self) -> float:
-        """The time from now to the next answer, in seconds."""
+        """The time from now to the next answer, in seconds, or to the end of the crowd, which may have all of
+        its answers already.
+        """
+        assert self._crowd is not None
         before, began = self.answered, time.monotonic()
-        await until(lambda: self.answered > before, 30, "an answer")
+        await until(lambda: self.answered > before or self._crowd.done(), 30, "an answer")
         return time.monotonic() - began
 
     async def adds_up(self) -> None:
