@@ -99,7 +99,7 @@ async def open_source(
     journal: str,
     books: AsyncConnection[Any] | None,
     patience_seconds: float | None = PATIENCE_SECONDS,
-) -> "AsyncIterator[JournalSource | AuditSource]":
+) -> AsyncIterator[Source]:
     """The source of a name, `journal` or `audit`. `books` is a connection whose unqualified names are the
     system's views: the audit trail is read by it, and the journal is compared with it (None: not compared).
     """
