@@ -20,18 +20,22 @@ class PositionChecks:
         #: What an archive has, up to the offset where the journal is read: the hashes at the seqs of cursors.
         self._archived_offset = 0
         self._archived_heads = {0: GENESIS}
+        self._seqs = {cursor.seq for cursor in cursors.values()}
 
     def archived(self, end: Cursor, events: Sequence[Accepted]) -> None:
         """Takes lines of an archive, which has no offsets, but for its `end`."""
         self._archived_offset = end.next_offset
-        seqs = {cursor.seq for cursor in self._cursors.values()}
-        self._archived_heads.update((line.seq, line.hash) for line in events if line.seq in seqs)
-        self.after(-1, end, events)
+        self._archived_heads.update((line.seq, line.hash) for line in events if line.seq in self._seqs)
+        self._find_checkpoint(events)
 
     def after(self, offset: int, cursor: Cursor, events: Sequence[Accepted]) -> None:
         """Takes the next record: its offset, the cursor after it, and its events."""
         if offset + 1 in self._offsets:
             self._in_journal[offset + 1] = cursor
+        self._find_checkpoint(events)
+
+    def _find_checkpoint(self, events: Sequence[Accepted]) -> None:
+        """Keeps the hash at the seq of Redis' checkpoint, if one of these lines ends there."""
         if events and events[0].seq <= self._redis.journaled_seq <= events[-1].seq:
             found = [line.hash for line in events if line.seq == self._redis.journaled_seq]
             self._head = found[0] if found else self._head

@@ -36,6 +36,12 @@ def test_another_history_in_an_archive_is_a_problem() -> None:
     assert checkpoint.startswith("shard 3: the hash at seq 3 is ffffffffffffffff… in Redis")
 
 
+def test_a_cursor_before_every_event_is_right() -> None:
+    """The archive does not lead to its offset, which is 0."""
+    problems, _ = checked(Cursor(), redis(5, LINES[2].hash, 40))
+    assert problems == []
+
+
 def test_a_seq_that_ends_no_line_is_a_problem() -> None:
     problems, _ = checked(Cursor(4, LINES[1].hash, 20, 1, "a"), redis(5, LINES[2].hash, 40))
     assert problems == ["ledger, shard 3, the cursor: the archive has another history at seq 4"]
