@@ -22,7 +22,8 @@ from grabstream.projections.cursors import Fact, load
 from grabstream.projections.database.migrate import PROJECTIONS
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAsideRecord
-from grabstream.streams.history.archive_source import ArchiveSource
+from grabstream.streams.history.archive import Archive
+from grabstream.streams.history.archive_source import archived_chunks
 from grabstream.streams.history.sources import AuditSource, Start
 from grabstream.streams.journal import JournalReader, JournalRecord
 
@@ -37,7 +38,7 @@ class BooksComparison:
     def __init__(
         self, connection: AsyncConnection[Any], reader: JournalReader, settings: Settings,
         shards: Mapping[int, RedisShard], report: VerificationProgress, against: Against | None = None,
-        archive: ArchiveSource | None = None,
+        archive: Archive | None = None,
     ) -> None:  # fmt: skip
         self._connection = connection
         self._archive = archive
@@ -181,14 +182,14 @@ class BooksComparison:
         past = {record.journal_offset: record.after for record in self.aside if record.shard == shard}
         cursor = Cursor()
         if self._archive is not None:
-            async with aclosing(self._archive.archived(shard, cursor)) as chunks:
+            async with aclosing(archived_chunks(self._archive, shard, cursor)) as chunks:
                 async for chunk in chunks:
                     yield (
                         None,
                         chunk.after,
                         [Accepted(fact.event.last_seq, fact.line, fact.hash) for fact in chunk.facts],
                     )
-            cursor = self._archive.archive.end(shard)
+            cursor = self._archive.end(shard)
             if cursor.next_offset:
                 yield cursor.next_offset - 1, cursor, ()
         beginning = await self._reader.beginning(shard)

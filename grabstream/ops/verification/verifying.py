@@ -16,7 +16,6 @@ sums, for a share of the time; it compares rows and keys with the same code as s
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, IsolationLevel
@@ -37,7 +36,7 @@ from grabstream.ops.verification.redis_keys import redis_check
 from grabstream.projections.cursors import load_all, stopped
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
-from grabstream.streams.history.archive_source import open_archive_source
+from grabstream.streams.history.archive_source import open_archive_of_journal
 from grabstream.streams.history.stores import Store
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
@@ -67,21 +66,19 @@ async def verify(
         shards = await redis_shards(redis, settings)
         connection = await connect(settings.postgres, settings.schema_)
         journal = Topics(settings.prefix).journal
-        async with connection, AsyncExitStack() as stack:
-            reader = await stack.enter_async_context(open_reader(settings.brokers, journal))
-            source = None
+        async with connection, open_reader(settings.brokers, journal) as reader:
+            opened = None
             if archive is not None:
-                opened = open_archive_source(
+                opened = await open_archive_of_journal(
                     archive, settings.prefix, settings.shards, settings.brokers, journal
                 )
-                source = await stack.enter_async_context(opened)
             await use_schema(connection, settings.schema_)
             report("waiting for the read models")
             lags = await _wait_for_read_models(connection, shards, wait_seconds)
             await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
             async with connection.transaction():
                 against = None if checkpoint is None else Against(checkpoint)
-                books = BooksComparison(connection, reader, settings, shards, report, against, source)
+                books = BooksComparison(connection, reader, settings, shards, report, against, opened)
                 book_checks = await books.checks()
             checks = [_caught_up_check(lags, books), *book_checks]
             if quick:

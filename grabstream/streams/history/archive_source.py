@@ -73,7 +73,7 @@ class ArchiveSource:
     ) -> AsyncGenerator[Chunk, None]:
         """See Source."""
         cursor = start.cursor
-        async with aclosing(self.archived(shard, cursor, set_aside)) as chunks:
+        async with aclosing(archived_chunks(self.archive, shard, cursor, set_aside)) as chunks:
             async for chunk in chunks:
                 cursor = chunk.after
                 yield chunk
@@ -89,38 +89,39 @@ class ArchiveSource:
             async for chunk in chunks:
                 yield chunk
 
-    async def archived(
-        self, shard: int, cursor: Cursor, set_aside: Sequence[SetAsideRecord] = ()
-    ) -> AsyncGenerator[Chunk, None]:
-        """The events of the archive after a cursor. Raises BadArchive, or Corrupt if the cursor is of another
-        history, before it yields anything of the file.
-        """
-        set_aside = [record for record in set_aside if record.shard == shard]
-        end = self.archive.end(shard)
-        for file in self.archive.files(shard, cursor.seq):
-            where = f"archive, {self.archive.store.where(file.path)}"
-            # Parsed here: threads of Arrow abort a process that ends while they work.
-            lines = self.archive.lines_of(file, await in_thread(self.archive.content_of, file))
-            hashes = chain(bytes.fromhex(file.prev), lines)
-            at = Cursor(file.first_seq - 1, bytes.fromhex(file.prev), *cursor[2:])
-            for first in range(0, len(lines), CHUNK_LINES):
-                part = slice(first, first + CHUNK_LINES)
-                facts, error = decode_verified(where, shard, at.seq + 1, lines[part], hashes[part])
-                if error is not None:
-                    raise BadArchive(str(error))
-                before, at = at, at._replace(seq=facts[-1].event.last_seq, head=facts[-1].hash)
-                known = sum(fact.event.last_seq <= cursor.seq for fact in facts)
-                if known:
-                    before = before._replace(seq=facts[known - 1].event.last_seq, head=facts[known - 1].hash)
-                if known == len(facts):
-                    continue
-                if before[:2] != cursor[:2]:
-                    raise Corrupt(f"{where}: another history at seq {cursor.seq}, where the reader is")
-                facts = facts[known:]
-                is_end = at.seq == end.seq and end.next_offset >= at.next_offset
-                after = end if is_end else at
-                yield Chunk(shard, cursor, after, without(facts, set_aside), len(facts))
-                cursor = after
+
+async def archived_chunks(
+    archive: Archive, shard: int, cursor: Cursor, set_aside: Sequence[SetAsideRecord] = ()
+) -> AsyncGenerator[Chunk, None]:
+    """The events of an archive after a cursor. Raises BadArchive, or Corrupt if the cursor is of another
+    history, before it yields anything of the file.
+    """
+    set_aside = [record for record in set_aside if record.shard == shard]
+    end = archive.end(shard)
+    for file in archive.files(shard, cursor.seq):
+        where = f"archive, {archive.store.where(file.path)}"
+        # Parsed here: threads of Arrow abort a process that ends while they work.
+        lines = archive.lines_of(file, await in_thread(archive.content_of, file))
+        hashes = chain(bytes.fromhex(file.prev), lines)
+        at = Cursor(file.first_seq - 1, bytes.fromhex(file.prev), *cursor[2:])
+        for first in range(0, len(lines), CHUNK_LINES):
+            part = slice(first, first + CHUNK_LINES)
+            facts, error = decode_verified(where, shard, at.seq + 1, lines[part], hashes[part])
+            if error is not None:
+                raise BadArchive(str(error))
+            before, at = at, at._replace(seq=facts[-1].event.last_seq, head=facts[-1].hash)
+            known = sum(fact.event.last_seq <= cursor.seq for fact in facts)
+            if known:
+                before = before._replace(seq=facts[known - 1].event.last_seq, head=facts[known - 1].hash)
+            if known == len(facts):
+                continue
+            if before[:2] != cursor[:2]:
+                raise Corrupt(f"{where}: another history at seq {cursor.seq}, where the reader is")
+            facts = facts[known:]
+            is_end = at.seq == end.seq and end.next_offset >= at.next_offset
+            after = end if is_end else at
+            yield Chunk(shard, cursor, after, without(facts, set_aside), len(facts))
+            cursor = after
 
 
 @asynccontextmanager
@@ -128,11 +129,18 @@ async def open_archive_source(
     store: Store, prefix: str, shards: int, kafka: str, journal: str,
     patience_seconds: float | None = PATIENCE_SECONDS,
 ) -> AsyncIterator[ArchiveSource]:  # fmt: skip
-    """The archive in a store, and the journal after it; raises BadArchive if the archive is damaged, or not
-    of the system that has this journal.
+    """The archive in a store, and the journal after it; raises BadArchive like `open_archive_of_journal`."""
+    archive = await open_archive_of_journal(store, prefix, shards, kafka, journal)
+    async with open_reader(kafka, journal) as reader:
+        yield ArchiveSource(archive, JournalSource(reader, None, patience_seconds))
+
+
+async def open_archive_of_journal(
+    store: Store, prefix: str, shards: int, kafka: str, journal: str
+) -> Archive:
+    """The archive in a store; raises BadArchive if it is damaged, or not of the system that has this
+    journal.
     """
     topic = await find_topic(kafka, journal)
     system = ArchiveSystem(prefix, "" if topic is None else topic.id, shards)
-    archive = await in_thread(open_archive, store, system)
-    async with open_reader(kafka, journal) as reader:
-        yield ArchiveSource(archive, JournalSource(reader, None, patience_seconds))
+    return await in_thread(open_archive, store, system)

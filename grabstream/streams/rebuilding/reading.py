@@ -15,7 +15,7 @@ from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.streams.history.archive import BadArchive
-from grabstream.streams.history.archive_source import ArchiveSource, open_archive_source
+from grabstream.streams.history.archive_source import ArchiveSource, archived_chunks, open_archive_source
 from grabstream.streams.history.chunks import Point, up_to
 from grabstream.streams.history.sources import Source, open_source
 from grabstream.streams.history.stores import Store
@@ -117,7 +117,7 @@ class RebuildSource:
                     yield chunk
             return
         try:
-            read = up_to(source.archived(shard, cursor, skipped), Point(seq=target.seq))
+            read = up_to(archived_chunks(source.archive, shard, cursor, skipped), Point(seq=target.seq))
             async with aclosing(read) as chunks:
                 async for chunk in chunks:
                     cursor = chunk.after
