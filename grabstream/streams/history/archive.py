@@ -27,8 +27,6 @@ from grabstream.streams.history.stores import MANIFEST, MANIFEST_BYTES_MAX, Cann
 FORMAT: Final = 1
 #: Bytes of a file that a reader takes into memory.
 FILE_BYTES_MAX: Final = 256 << 20
-#: Lines that are decoded at once.
-CHUNK_LINES: Final = 500
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -129,10 +127,6 @@ class Archive:
         """The files of a shard with lines after a seq, in order."""
         return [file for file in self._files.get(shard, ()) if file.last_seq > after_seq]
 
-    def read(self, file: ArchivedFile) -> list[bytes]:
-        """The lines of a file; raises BadArchive if they differ from the manifest."""
-        return self.lines_of(file, self.content_of(file))
-
     def content_of(self, file: ArchivedFile) -> bytes:
         """The raw bytes of a file; raises BadArchive if they cannot be read."""
         try:
@@ -140,8 +134,10 @@ class Archive:
         except CannotRead as error:
             raise self._bad(file, f"cannot be read: {error}") from None
 
-    def lines_of(self, file: ArchivedFile, content: bytes) -> list[bytes]:
-        """The lines in the bytes of a file; raises BadArchive if they differ from the manifest."""
+    def lines_of(self, file: ArchivedFile, content: bytes) -> tuple[list[bytes], list[bytes]]:
+        """The lines in the bytes of a file, and the hash after each; raises BadArchive if they differ from
+        the manifest.
+        """
         # Imported here, because it takes a tenth of a second and only archives need it.
         import pyarrow
         from pyarrow import parquet
@@ -161,7 +157,7 @@ class Archive:
         hashes = chain(bytes.fromhex(file.prev), lines)
         if len(lines) != file.lines or not lines or hashes[-1].hex() != file.head:
             raise self._bad(file, "has lines that do not lead to its hash in the manifest")
-        return lines
+        return lines, hashes
 
     def _bad(self, file: ArchivedFile, what: str) -> BadArchive:
         return BadArchive(

@@ -2,13 +2,14 @@
 what the archive has.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Final
 
-from grabstream.models.journal import Corrupt, Cursor, chain
+from grabstream.models.journal import Corrupt, Cursor
+from grabstream.projections.cursors import Fact
 from grabstream.projections.records.set_aside import SetAsideRecord
-from grabstream.streams.history.archive import Archive, ArchiveSystem, BadArchive, open_archive
+from grabstream.streams.history.archive import Archive, ArchivedFile, ArchiveSystem, BadArchive, open_archive
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import (
     PATIENCE_SECONDS,
@@ -99,16 +100,10 @@ async def archived_chunks(
     set_aside = [record for record in set_aside if record.shard == shard]
     end = archive.end(shard)
     for file in archive.files(shard, cursor.seq):
-        where = f"archive, {archive.store.where(file.path)}"
-        # Parsed here: threads of Arrow abort a process that ends while they work.
-        lines = archive.lines_of(file, await in_thread(archive.content_of, file))
-        hashes = chain(bytes.fromhex(file.prev), lines)
+        content = await in_thread(archive.content_of, file)
         at = Cursor(file.first_seq - 1, bytes.fromhex(file.prev), *cursor[2:])
-        for first in range(0, len(lines), CHUNK_LINES):
-            part = slice(first, first + CHUNK_LINES)
-            facts, error = decode_verified(where, shard, at.seq + 1, lines[part], hashes[part])
-            if error is not None:
-                raise BadArchive(str(error))
+        # Parsed here: threads of Arrow abort a process that ends while they work.
+        for facts in facts_in(archive, file, content):
             before, at = at, at._replace(seq=facts[-1].event.last_seq, head=facts[-1].hash)
             known = sum(fact.event.last_seq <= cursor.seq for fact in facts)
             if known:
@@ -116,12 +111,29 @@ async def archived_chunks(
             if known == len(facts):
                 continue
             if before[:2] != cursor[:2]:
-                raise Corrupt(f"{where}: another history at seq {cursor.seq}, where the reader is")
+                where = archive.store.where(file.path)
+                raise Corrupt(f"archive, {where}: another history at seq {cursor.seq}, where the reader is")
             facts = facts[known:]
             is_end = at.seq == end.seq and end.next_offset >= at.next_offset
             after = end if is_end else at
             yield Chunk(shard, cursor, after, without(facts, set_aside), len(facts))
             cursor = after
+
+
+def facts_in(archive: Archive, file: ArchivedFile, content: bytes) -> Iterator[list[Fact]]:
+    """The lines in the bytes of a file, up to CHUNK_LINES at a time; raises BadArchive if they differ from
+    the manifest, or at a line that cannot be decoded.
+    """
+    where = f"archive, {archive.store.where(file.path)}"
+    lines, hashes = archive.lines_of(file, content)
+    seq = file.first_seq
+    for first in range(0, len(lines), CHUNK_LINES):
+        part = slice(first, first + CHUNK_LINES)
+        facts, error = decode_verified(where, file.shard, seq, lines[part], hashes[part])
+        if error is not None:
+            raise BadArchive(str(error))
+        yield facts
+        seq = facts[-1].event.last_seq + 1
 
 
 @asynccontextmanager
