@@ -11,14 +11,13 @@ because they cannot be decoded. Both ways give the same values (`test_archive_co
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, get_args
 
 import msgspec
 
 from grabstream.models.events import LineEvent
 from grabstream.models.journal import LINE_BEGINS, Corrupt
-from grabstream.models.runs import LINE_VERSIONS, RUN_BEGINS, RUN_TYPES, AnyRun, GrantedRun, HeldRun
+from grabstream.models.runs import LINE_VERSIONS, RUN_TYPES, AnyRun, GrantedRun, HeldRun, is_run
 
 HASH_BYTES: Final = 32
 
@@ -214,9 +213,9 @@ def _read(text: bytes, lines: Sequence[bytes]) -> dict[str, Any] | None:
     import pyarrow as arrow
     from pyarrow import json
 
-    are_runs = all(map(_begins_run, lines))
+    are_runs = all(map(is_run, lines))
     # A line may be what Arrow takes for two, or for none: none that begins so, and the count tells.
-    if not (are_runs or all(map(_begins, lines))):
+    if not (are_runs or all(line.startswith(LINE_BEGINS) for line in lines)):
         return None
     types = _types()
     names = _RUN_FIELDS if are_runs else _FIELDS.keys()
@@ -238,10 +237,6 @@ def _read(text: bytes, lines: Sequence[bytes]) -> dict[str, Any] | None:
         name: read.column(name).combine_chunks() if name in names else arrow.nulls(len(lines), types[kind])
         for name, kind in _FIELDS.items()
     }
-
-
-_begins: Final = methodcaller("startswith", LINE_BEGINS)
-_begins_run: Final = methodcaller("startswith", RUN_BEGINS)
 
 
 def _has_current_version(found: dict[str, Any]) -> Any:
