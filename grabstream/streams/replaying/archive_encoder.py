@@ -59,14 +59,10 @@ class Encoder:
     def add(self, part: EventPart) -> None:
         """Sends a part of the file, and returns when the part before it was added."""
         self._send(part)
-        while self._waiting > 1:
-            self._receive()
 
     def complete(self) -> bytes:
         """The bytes of the file. The next part begins another one."""
         self._send(None)
-        while self._waiting > 1:
-            self._receive()
         return self._receive()
 
     def __enter__(self) -> Self:
@@ -81,12 +77,15 @@ class Encoder:
                 pipe.close()
 
     def _send(self, part: EventPart | None) -> None:
+        """Sends a frame, and waits for the reply to the one before."""
         assert self.process.stdin is not None
         try:
             _write(self.process.stdin, part)
         except OSError:
             raise self._ended() from None
         self._waiting += 1
+        if self._waiting > 1:
+            self._receive()
 
     def _receive(self) -> bytes:
         assert self.process.stdout is not None
