@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
 from typing import Any, Final
 
 from psycopg import AsyncConnection, sql
@@ -23,6 +22,7 @@ from psycopg.errors import (
 )
 
 from grabstream.projections.database.grants import Grant, give, grants_of
+from grabstream.projections.definitions import sql_text
 from grabstream.projections.definitions.dictionary import VIEWS
 
 log = logging.getLogger(__name__)
@@ -40,21 +40,17 @@ _TRIGGERS: Final = {
 @cache
 def reports() -> dict[str, str]:
     """The reports by name, in the order in which they are created: SQL that replaces them."""
-    text = (files("grabstream.projections.definitions") / "reports.sql").read_text()
-    return {match[1]: match[0] for match in _statement.finditer(text)}
+    return {match[1]: match[0] for match in _statement.finditer(sql_text("reports"))}
 
 
-@cache
 def user_transfers() -> str:
     """SQL that makes or replaces the function `user_transfers` in the current schema, in a transaction."""
-    return (files("grabstream.projections.definitions") / "user_transfers.sql").read_text()
+    return sql_text("user_transfers")
 
 
-@cache
 def functions() -> str:
     """SQL that makes or replaces all functions in the current schema, in a transaction."""
-    between = (files("grabstream.projections.definitions") / "seqs_between.sql").read_text()
-    return user_transfers() + between
+    return user_transfers() + sql_text("seqs_between")
 
 
 def digest(text: str) -> str:

@@ -99,10 +99,15 @@ def definition_of(projection: str) -> Definition:
     """This code's definition of a projection. `events` has an empty one: only cursors."""
     if projection not in PROJECTIONS:
         return Definition(projection, 1, {}, dict.fromkeys(PARTS, ""))
-    return parse(projection, (files("grabstream.projections.definitions") / f"{projection}.sql").read_text())
+    return parse(projection, sql_text(projection))
+
+
+def cursor_tables() -> str:
+    """The SQL of the tables that every version has: its cursors and its stops."""
+    return sql_text("cursors")
 
 
 @cache
-def cursor_tables() -> str:
-    """The SQL of the tables that every version has: its cursors and its stops."""
-    return (files("grabstream.projections.definitions") / "cursors.sql").read_text()
+def sql_text(name: str) -> str:
+    """The text of the SQL file of this name, in this folder."""
+    return (files(__name__) / f"{name}.sql").read_text()
