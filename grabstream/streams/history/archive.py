@@ -99,6 +99,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     files: list[ArchivedFile] = []
     writer: _Writer = ""
 
+    def end(self, shard: int) -> Cursor:
+        """The cursor after the last line of a shard."""
+        end = self.ends.get(str(shard))
+        return Cursor() if end is None else end.cursor
+
 
 class ArchiveSystem(NamedTuple):
     """The system whose lines an archive has."""
@@ -120,8 +125,7 @@ class Archive:
 
     def end(self, shard: int) -> Cursor:
         """The cursor after the last line of a shard."""
-        end = self.manifest.ends.get(str(shard))
-        return Cursor() if end is None else end.cursor
+        return self.manifest.end(shard)
 
     def files(self, shard: int, after_seq: int = 0) -> list[ArchivedFile]:
         """The files of a shard with lines after a seq, in order."""

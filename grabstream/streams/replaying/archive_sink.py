@@ -195,8 +195,7 @@ class ArchiveSink:
         if shard != self._shard:
             await self._end_shard()
             self._shard = shard
-            end = self._manifest.ends.get(str(shard))
-            self._cursor = Cursor() if end is None else end.cursor
+            self._cursor = self._manifest.end(shard)
         begin, lines = 0, read.lines
         # Times never go back within a shard. Mostly, a record is of one day.
         last_day = _day(lines[-1]) if lines else 0
@@ -294,10 +293,11 @@ class ArchiveSink:
 
     def _save(self, shard: int, cursor: Cursor, files: list[ArchivedFile]) -> None:
         """Replaces the manifest, if the end of the shard has moved."""
-        old, end = self._manifest, ArchiveEnd.of(cursor)
-        if end == old.ends.get(str(shard), ArchiveEnd.of(Cursor())):
+        old = self._manifest
+        if cursor == old.end(shard):
             return
-        manifest = msgspec.structs.replace(old, ends=old.ends | {str(shard): end}, files=old.files + files)
+        ends = old.ends | {str(shard): ArchiveEnd.of(cursor)}
+        manifest = msgspec.structs.replace(old, ends=ends, files=old.files + files)
         self._writing.put_manifest(msgspec.json.encode(manifest))
         self._manifest = manifest
 
