@@ -22,14 +22,11 @@ from tests.support.random_history import NOW, random_history
 from tests.support.runs import as_lines, as_runs
 
 
-def part(lines: Sequence[bytes], **other: Any) -> EventPart:
-    """Lines that follow each other, with what the journal says of them, or something else."""
+def part(lines: Sequence[bytes]) -> EventPart:
+    """Lines that follow each other, with what the journal says of them."""
     events = [decode_line(line) for line in lines]
-    given = {
-        "shard": events[0].shard, "before_seq": events[0].seq - 1, "lines": lines,
-        "hashes": chain(GENESIS, lines), "last_seqs": [event.last_seq for event in events],
-    }  # fmt: skip
-    return EventPart.of(**given | other)
+    last_seqs = [event.last_seq for event in events]
+    return EventPart.of(events[0].shard, events[0].seq - 1, lines, chain(GENESIS, lines), last_seqs)
 
 
 def text(event: dict[str, Any]) -> bytes:

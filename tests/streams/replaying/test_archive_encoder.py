@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from pyarrow import BufferReader, parquet
 
-from grabstream.models.journal import GENESIS, Corrupt, chain
-from grabstream.models.runs import decode_line
-from grabstream.streams.replaying.archive_columns import EventPart
+from grabstream.models.journal import Corrupt
 from grabstream.streams.replaying.archive_encoder import Encoder, EncoderEnded
+from tests.streams.replaying.test_archive_columns import part
 from tests.support.random_history import NOW, random_history
 from tests.support.runs import as_runs
 
@@ -21,14 +20,6 @@ from tests.support.runs import as_runs
 @pytest.fixture(scope="module")
 def lines() -> list[bytes]:
     return as_runs(random_history(5, 50, NOW).lines)
-
-
-def part(lines: list[bytes], first: int, end: int) -> EventPart:
-    events = list(map(decode_line, lines))
-    hashes, last_seqs = chain(GENESIS, lines), [event.last_seq for event in events]
-    before_seq = events[first].seq - 1
-    shard = events[0].shard
-    return EventPart.of(shard, before_seq, lines[first:end], hashes[first:end], last_seqs[first:end])
 
 
 def bodies(content: bytes) -> list[bytes]:
@@ -39,20 +30,20 @@ def bodies(content: bytes) -> list[bytes]:
 def test_a_process_makes_one_file_after_another(lines: list[bytes]) -> None:
     with Encoder() as encoder:
         for _ in range(2):
-            for first, end in ((0, 3), (3, 7), (7, len(lines))):
-                encoder.add(part(lines, first, end))
+            for some in (lines[:3], lines[3:7], lines[7:]):
+                encoder.add(part(some))
             assert bodies(encoder.complete()) == lines
 
 
 def test_lines_that_contradict_their_place_are_refused(lines: list[bytes]) -> None:
     with Encoder() as encoder, pytest.raises(Corrupt, match="has other numbers"):
-        encoder.add(part(lines, 0, 3)._replace(shard=99))
+        encoder.add(part(lines[:3])._replace(shard=99))
         encoder.complete()
 
 
 def test_a_process_that_was_killed_is_named(lines: list[bytes]) -> None:
     with Encoder() as encoder:
-        encoder.add(part(lines, 0, 3))
+        encoder.add(part(lines[:3]))
         os.kill(encoder.process.pid, signal.SIGKILL)
         with pytest.raises(EncoderEnded, match="has ended with -9"):
             encoder.complete()
@@ -83,5 +74,5 @@ def test_modules_of_the_working_directory_are_not_its_own(
     (tmp_path / "pyarrow.py").write_text("raise SystemExit('another pyarrow')")
     monkeypatch.chdir(tmp_path)
     with Encoder() as encoder:
-        encoder.add(part(lines, 0, len(lines)))
+        encoder.add(part(lines))
         assert bodies(encoder.complete()) == lines
