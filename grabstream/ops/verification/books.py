@@ -120,25 +120,13 @@ class BooksComparison:
                             await self._event(shard, accepted, event, audit)
                             last = accepted
                         self._report_progress(cursor.seq)
+                self._require_end(shard, cursor)
             except (Corrupt, Gap, msgspec.DecodeError) as error:
                 self.broken.add(shard)
                 self._chain.add(f"shard {shard}: {error}")
                 await self._rest_of_trail(shard, last)
             else:
-                further = [
-                    name
-                    for name, model_cursor in self._of(shard).items()
-                    if model_cursor.next_offset > cursor.next_offset and model_cursor.seq > cursor.seq
-                ]
-                if further:
-                    self.broken.add(shard)
-                    self._chain.add(
-                        f"shard {shard}: the journal has lost its end: it ends at seq {cursor.seq}, but "
-                        f"{' and '.join(further)} applied later events"
-                    )
-                    await self._rest_of_trail(shard, last)
-                else:
-                    await audit.end(self._set_aside["audit"])
+                await audit.end(self._set_aside["audit"])
         self.ends[shard] = cursor.seq
         for name, line in positions.cursor_problems(shard in self.broken):
             self.wrong_cursors.add((name, shard))
@@ -152,6 +140,19 @@ class BooksComparison:
         if audit.sound and shard not in self.broken and ("audit", shard) not in self.wrong_cursors:
             self.trail_is_sound.add(shard)
         self._audited += audit.compared
+
+    def _require_end(self, shard: int, end: Cursor) -> None:
+        """Raises Gap if read models have applied events that are after the end of the journal."""
+        further = [
+            name
+            for name, cursor in self._of(shard).items()
+            if cursor.next_offset > end.next_offset and cursor.seq > end.seq
+        ]
+        if further:
+            raise Gap(
+                f"the journal has lost its end: it ends at seq {end.seq}, but {' and '.join(further)} "
+                "applied later events"
+            )
 
     async def _unknown_shards(self) -> None:
         """Reports rows and cursors of shards that this system does not have."""
