@@ -111,9 +111,9 @@ async def redis_check(
         except NotComparable as error:
             problems.append(f"shard {shard}: {error}")
         except OffsetOutOfRangeError:
-            # Of a journal without its beginning, all else was compared with an archive.
+            # The journal lacks its beginning, so an archive is given, and all else was compared with it.
             notes.append(
-                f"shard {shard} is not compared: a copy of it is made of records that the journal has no more"
+                f"shard {shard} is not compared: a copy of it needs records that the journal no longer has"
             )
         except (NoRoom, NewerProgram, SteppedDown) as error:
             problems.append(f"not compared: {error} (--quick skips this check)")

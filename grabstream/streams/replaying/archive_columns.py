@@ -1,11 +1,12 @@
 """The columns of an archive's files (`archive_sink.py`): what an analyst asks for, next to the text of a
 line.
 
-Arrow reads the fields from the texts, in C++ and beside the thread that reads on: no line is decoded, and no
-Python object is made for a value. It knows neither upcasters nor versions to come. So it reads only lines of
-the versions whose texts have the fields of the decoded events under the same names; a part of a file that has
-any other line, or one that contradicts its place in the journal, is made from the decoded events, or refused
-because they cannot be decoded. Both ways give the same values (`test_archive_columns.py`).
+Arrow reads the fields from the texts, in C++: no line is decoded, and no Python object is made for a value.
+It knows neither upcasters nor versions to come. So it reads only lines of the versions whose texts have the
+fields of the decoded events under the same names. If a part of a file has any other line, its lines are
+decoded, and the columns are made from the events. A part with a line that contradicts its place in the
+journal takes the second way too, which refuses it. Both ways give the same values
+(`test_archive_columns.py`).
 """
 
 from array import array
@@ -137,8 +138,8 @@ def _types() -> dict[str, Any]:
 
 
 def table_of(part: EventPart) -> Any:
-    """The Arrow table of a part; raises Corrupt if a line is not JSON or has a number that no column has room
-    for, or if its text has another shard or other seqs.
+    """The Arrow table of a part; raises Corrupt if a text has another shard or other seqs, if a number has no
+    room in its column, or if Arrow cannot read the lines and one of them cannot be decoded.
     """
     import pyarrow as arrow
 
@@ -155,7 +156,7 @@ def from_events(part: EventPart) -> Any:
     """The table, from the decoded events; raises Corrupt like `table_of`."""
     import pyarrow as arrow
 
-    # With what it imports, it takes longer to begin than to encode a file.
+    # Imported here, because few parts need it, and its imports take longer than encoding a file.
     from grabstream.streams.history.sources import decode_verified
 
     hashes = [part.hashes[at : at + HASH_BYTES] for at in range(0, len(part.hashes), HASH_BYTES)]
@@ -214,7 +215,8 @@ def _read(text: bytes, lines: Sequence[bytes]) -> dict[str, Any] | None:
     from pyarrow import json
 
     are_runs = all(map(is_run, lines))
-    # A line may be what Arrow takes for two, or for none: none that begins so, and the count tells.
+    # Arrow might read a line as two objects, or as none. Every line must begin one, and the numbers of both
+    # are compared below.
     if not (are_runs or all(line.startswith(LINE_BEGINS) for line in lines)):
         return None
     types = _types()

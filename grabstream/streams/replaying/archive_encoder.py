@@ -39,8 +39,7 @@ _decode_reply: Final = msgspec.msgpack.Decoder(EncoderReply).decode
 
 class Encoder:
     """The process, as its parent sees it. Its methods block, and one thread at a time may call them. They
-    raise EncoderEnded if the process has ended, and Corrupt if a part cannot be decoded, or contradicts its
-    place.
+    raise EncoderEnded if the process has ended, and Corrupt if a part is refused (`table_of`).
     """
 
     def __init__(self) -> None:
@@ -158,7 +157,7 @@ class _File:
         )
 
     def add(self, part: EventPart) -> None:
-        """Adds lines; raises Corrupt if they cannot be decoded, or contradict their place."""
+        """Adds lines; raises Corrupt like `table_of`."""
         self._writer.write_table(table_of(part))
 
     def complete(self) -> bytes:

@@ -52,7 +52,7 @@ from grabstream.streams.replaying.archive_encoder import Encoder
 #: group) with the one that reaches this many.
 FILE_TEXT_BYTES: Final = 32 << 20
 PART_TEXT_BYTES: Final = 4 << 20
-#: Parts and files that wait to be encoded and stored: what the reader may be ahead.
+#: Parts and files that may wait to be encoded and stored: how far the reader may be ahead.
 QUEUE_MAX: Final = 3
 
 

@@ -129,7 +129,7 @@ async def _export(
         async with open_history(settings, source) as opened:
             ends = await in_thread(_known_ends, store, system, shards)
             return _report(store, source, await plan(opened, stretches, True, ends), {}, None)
-    # First, since it needs a while to begin.
+    # Started first, because it takes some time to start.
     with Encoder() as encoder:
         system = await _system(settings, source)
         async with open_history(settings, source) as opened, exporting(store, system) as begun:
