@@ -251,10 +251,7 @@ def test_an_export_killed_at_a_step_loses_and_doubles_no_line(
 @pytest.mark.long
 def test_an_export_stops_on_sigterm_and_continues(archived: Archived, tmp_path: Path) -> None:
     folder = tmp_path / "archive"
-    environment = child_environment(**env_of(archived.settings), fail_at="export.committed:2:stop")
-    command = [sys.executable, "-m", "grabstream.ops.cli", "export", str(folder)]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: state_of(process.pid) == "T", 60, "the export stops itself")
+    process = stopped_export(archived, folder)
     try:
         other = grabstream("export", str(folder), **env_of(archived.settings))
         assert (other.returncode, "another process exports" in other.stderr) == (1, True)
@@ -270,10 +267,7 @@ def test_an_export_stops_on_sigterm_and_continues(archived: Archived, tmp_path: 
 @pytest.mark.long
 def test_an_export_whose_encoder_is_killed_ends_and_continues(archived: Archived, tmp_path: Path) -> None:
     folder = tmp_path / "archive"
-    environment = child_environment(**env_of(archived.settings), fail_at="export.committed:2:stop")
-    command = [sys.executable, "-m", "grabstream.ops.cli", "export", str(folder)]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: state_of(process.pid) == "T", 60, "the export stops itself")
+    process = stopped_export(archived, folder)
     tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
     [encoder] = [int(child) for task in tasks for child in task.read_text().split()]
     os.kill(encoder, signal.SIGKILL)
@@ -282,6 +276,15 @@ def test_an_export_whose_encoder_is_killed_ends_and_continues(archived: Archived
     assert (process.returncode, "encodes Parquet has ended with -9; repeat the command" in said) == (1, True)
     export(archived.settings, folder)
     assert bodies(folder) == archived.lines
+
+
+def stopped_export(archived: Archived, folder: Path) -> subprocess.Popen[str]:
+    """An export that has stopped itself after its second file."""
+    environment = child_environment(**env_of(archived.settings), fail_at="export.committed:2:stop")
+    command = [sys.executable, "-m", "grabstream.ops.cli", "export", str(folder)]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: state_of(process.pid) == "T", 60, "the export stops itself")
+    return process
 
 
 def state_of(pid: int) -> str:
