@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 from redis.exceptions import ConnectionError
 
-from grabstream.ops.connections.redis_cluster import ClusterClient, slot_of
+from grabstream.ops.connections.redis_cluster import ClusterClient, ClusterServer, slot_of
 from grabstream.runtime.trouble import is_trouble
 
 #: How long to wait for one server, so that it does not delay what the others answer.
@@ -60,18 +60,21 @@ async def ask_each(client: Any, keys: Mapping[int, str], ask: Callable[[int], Aw
 
 async def masters(client: Any) -> list[tuple[str, Any]]:
     """The address ('' without a cluster) and the client of each server that decides."""
-    if not isinstance(client, ClusterClient):
-        return [("", client)]
-    await client.load_slots()
-    return [(server.name, server.client) for server in client.masters()]
+    return await _listed(client, ClusterClient.masters)
 
 
 async def servers_of(client: Any) -> list[tuple[str, Any]]:
     """The address ('' without a cluster) and the client of each server, replicas of a cluster too."""
+    return await _listed(client, ClusterClient.servers)
+
+
+async def _listed(
+    client: Any, servers: Callable[[ClusterClient], list[ClusterServer]]
+) -> list[tuple[str, Any]]:
     if not isinstance(client, ClusterClient):
         return [("", client)]
     await client.load_slots()
-    return [(server.name, server.client) for server in client.servers()]
+    return [(server.name, server.client) for server in servers(client)]
 
 
 async def information(client: Any, section: str, key: str | None = None) -> dict[str, dict[str, Any]]:
