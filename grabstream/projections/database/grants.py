@@ -2,7 +2,7 @@
 version of a read model, for the version that takes its place.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, sql
 
@@ -15,12 +15,18 @@ class Grant(NamedTuple):
     with_option: bool
 
 
+#: The fields of a Grant, from a row of `aclexplode`. regrole quotes names of roles.
+_FIELDS: Final = sql.SQL(
+    "CASE grantee WHEN 0 THEN 'PUBLIC' ELSE grantee::regrole::text END, privilege_type, is_grantable"
+)
+
+
 async def grants_of(connection: AsyncConnection[Any], schema: str, view: str) -> list[Grant]:
     """The grants on a view; none if it does not exist."""
     rows = await connection.execute(
-        "SELECT CASE grantee WHEN 0 THEN 'PUBLIC' ELSE grantee::regrole::text END, privilege_type, "
-        "is_grantable "
-        "FROM pg_class, aclexplode(relacl) WHERE oid = to_regclass(%s) AND grantee <> relowner",
+        sql.SQL(
+            "SELECT {} FROM pg_class, aclexplode(relacl) WHERE oid = to_regclass(%s) AND grantee <> relowner"
+        ).format(_FIELDS),
         (sql.Identifier(schema, view).as_string(connection),),
     )
     return [Grant(*row) for row in await rows.fetchall()]
@@ -29,13 +35,7 @@ async def grants_of(connection: AsyncConnection[Any], schema: str, view: str) ->
 async def give(connection: AsyncConnection[Any], schema: str, view: str, grants: list[Grant]) -> None:
     """Gives grants on a view."""
     for grant in grants:
-        # regrole quotes names of roles; privileges are words of PostgreSQL.
-        option = " WITH GRANT OPTION" if grant.with_option else ""
-        await connection.execute(
-            sql.SQL(f"GRANT {grant.privilege} ON {{}} TO {grant.role}{option}").format(
-                sql.Identifier(schema, view)
-            )
-        )
+        await _give(connection, "TABLE", sql.Identifier(schema, view), grant)
 
 
 async def pass_on(connection: AsyncConnection[Any], from_schema: str, to_schema: str) -> None:
@@ -43,17 +43,24 @@ async def pass_on(connection: AsyncConnection[Any], from_schema: str, to_schema:
     another schema.
     """
     rows = await connection.execute(
-        "SELECT kind, name, CASE grantee WHEN 0 THEN 'PUBLIC' ELSE grantee::regrole::text END, "
-        "privilege_type, is_grantable FROM ("
-        "SELECT 'SCHEMA' AS kind, '' AS name, nspowner AS owner, nspacl AS rights FROM pg_namespace "
-        "WHERE nspname = %(from)s UNION ALL "
-        "SELECT CASE relkind WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END, relname, relowner, relacl "
-        "FROM pg_class WHERE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = %(from)s) "
-        "AND relname IN (SELECT relname FROM pg_class JOIN pg_namespace AS n ON n.oid = relnamespace "
-        "WHERE nspname = %(to)s)) AS named, aclexplode(rights) WHERE grantee <> owner",
+        sql.SQL(
+            "SELECT kind, name, {} FROM ("
+            "SELECT 'SCHEMA' AS kind, '' AS name, nspowner AS owner, nspacl AS rights FROM pg_namespace "
+            "WHERE nspname = %(from)s UNION ALL "
+            "SELECT CASE relkind WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END, relname, relowner, relacl "
+            "FROM pg_class WHERE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = %(from)s) "
+            "AND relname IN (SELECT relname FROM pg_class JOIN pg_namespace AS n ON n.oid = relnamespace "
+            "WHERE nspname = %(to)s)) AS named, aclexplode(rights) WHERE grantee <> owner"
+        ).format(_FIELDS),
         {"from": from_schema, "to": to_schema},
     )
-    for kind, name, role, privilege, with_option in await rows.fetchall():
-        option = " WITH GRANT OPTION" if with_option else ""
-        on = sql.Identifier(to_schema, name) if name else sql.Identifier(to_schema)
-        await connection.execute(sql.SQL(f"GRANT {privilege} ON {kind} {{}} TO {role}{option}").format(on))
+    for kind, name, *grant in await rows.fetchall():
+        of = sql.Identifier(to_schema, name) if name else sql.Identifier(to_schema)
+        await _give(connection, kind, of, Grant(*grant))
+
+
+async def _give(connection: AsyncConnection[Any], kind: str, of: sql.Identifier, grant: Grant) -> None:
+    option = " WITH GRANT OPTION" if grant.with_option else ""
+    await connection.execute(
+        sql.SQL(f"GRANT {grant.privilege} ON {kind} {{}} TO {grant.role}{option}").format(of)
+    )
