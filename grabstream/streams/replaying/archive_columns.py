@@ -141,15 +141,8 @@ def table_of(part: EventPart) -> Any:
     """The Arrow table of a part; raises Corrupt if a text has another shard or other seqs, if a number has no
     room in its column, or if Arrow cannot read the lines and one of them cannot be decoded.
     """
-    import pyarrow as arrow
-
     table = from_texts(part)
-    try:
-        return from_events(part) if table is None else table
-    except (OverflowError, arrow.ArrowInvalid) as error:
-        raise Corrupt(
-            f"shard {part.shard}: a line of those from seq {part.before_seq + 1} on: {error}"
-        ) from None
+    return from_events(part) if table is None else table
 
 
 def from_events(part: EventPart) -> Any:
@@ -171,13 +164,16 @@ def from_events(part: EventPart) -> Any:
             f"shard {part.shard}: the lines from seq {first_seq} on carry other numbers in their text"
         )
     types = _types()
-    columns = [
-        # JSON that was decoded is UTF-8; the cast checks it again.
-        arrow.array([fact.line for fact in facts], arrow.binary()).cast(arrow.string())
-        if name == "body"
-        else arrow.array(map(value, facts), types[kind], size=len(facts))
-        for name, kind, value in _COLUMNS
-    ]
+    try:
+        columns = [
+            # JSON that was decoded is UTF-8; the cast checks it again.
+            arrow.array([fact.line for fact in facts], arrow.binary()).cast(arrow.string())
+            if name == "body"
+            else arrow.array(map(value, facts), types[kind], size=len(facts))
+            for name, kind, value in _COLUMNS
+        ]
+    except (OverflowError, arrow.ArrowInvalid) as error:
+        raise Corrupt(f"shard {part.shard}: a line of those from seq {first_seq} on: {error}") from None
     return arrow.Table.from_arrays(columns, schema=schema())
 
 

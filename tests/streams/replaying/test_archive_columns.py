@@ -134,6 +134,7 @@ RUN_LINE = text(RUN)
         ([RUN_LINE.replace(b'"offer":"e",', b"")], "missing required field `offer`"),
         ([RUN_LINE.replace(b'"v":2', b'"v":9')], "newer"),
         ([RUN_LINE.replace(b'"ann"', b'"\xff"')], "cannot be decoded"),
+        ([RUN_LINE.replace(b'"place":5', b'"place":%d' % 2**63)], "a line of those from seq 41 on: "),
         ([RUN_LINE + RUN_LINE, b""], "cannot be decoded"),
         ([b"", RUN_LINE], "cannot be decoded"),
         ([RUN_LINE.replace(b'"seq"', b'\n"seq"')], "is two lines"),
