@@ -20,7 +20,7 @@ _RAISE = (
 )
 _LINE_BOUND = f"event_line_bytes = {EVENT_LINE_BYTES_MAX},"
 _DUE_BOUND = "* (offer.rules.price or 0) > AMOUNT_MAX then"
-_LETTERS = "PERIOD_OF = {d = 'day', h = 'hour', o = 'offer', w = 'week'}"
+_LETTERS = "PERIODS, LETTERS = {'day', 'hour', 'offer', 'week'}, {'d', 'h', 'o', 'w'}"
 _WRITTEN = "      done = i\n"
 _RAISE_AT = """
       if i == %d and writes[1][1] == 'XADD' then
@@ -69,9 +69,8 @@ def sell_at_any_price(monkeypatch: pytest.MonkeyPatch) -> None:
 def forget_weeks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the scripts of this process compute windows of weeks, but have no letter for their counters."""
     assert _LETTERS in loader.load("grab").text
-    _replace(
-        monkeypatch, lambda text: text.replace(_LETTERS, "PERIOD_OF = {d = 'day', h = 'hour', o = 'offer'}")
-    )
+    others = "PERIODS, LETTERS = {'day', 'hour', 'offer'}, {'d', 'h', 'o'}"
+    _replace(monkeypatch, lambda text: text.replace(_LETTERS, others))
 
 
 def _replace(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str]) -> None:

@@ -2,7 +2,7 @@
 -- and returning them.
 --   A counter has the name `<by>/<per>/<value>`, and a count for one window; in any other window its count is
 --   0. All counters of a value are in one hash field `<by>/<value>`: for each period in the order of PERIODS
---   that was counted, its first letter and `<window>:<count>`. Counters of a campaign are in a hash of the
+--   that was counted, its letter and `<window>:<count>`. Counters of a campaign are in a hash of the
 --   campaign, and their windows follow the campaign's time zone. A grab records the counters it was counted
 --   in as a list of {name, window, 1 if of the campaign}; in this file `counter` is such an entry.
 --- @include "cost"
@@ -39,13 +39,16 @@ end
 local counted_under, read_wanted, write_counters, next_counters, count_in, count, give_back
 do
   -- The periods of limits, in the order of their counters in a text, and their letters, which must differ.
-  local PERIODS = {'day', 'hour', 'offer', 'week'}
-  local LETTER_OF = {day = 'd', hour = 'h', offer = 'o', week = 'w'}
-  local PERIOD_OF = {d = 'day', h = 'hour', o = 'offer', w = 'week'}
+  local PERIODS, LETTERS = {'day', 'hour', 'offer', 'week'}, {'d', 'h', 'o', 'w'}
+  local LETTER_OF, PERIOD_OF = {}, {}
+  for i = 1, #PERIODS do
+    LETTER_OF[PERIODS[i]] = LETTERS[i]
+    PERIOD_OF[LETTERS[i]] = PERIODS[i]
+  end
 
-  -- Raises for a period without a letter: a text would leave its counter out.
+  -- Raises for a period without a letter of its own: a text would leave its counter out.
   local function check_period(period)
-    if not LETTER_OF[period] or PERIOD_OF[LETTER_OF[period]] ~= period then
+    if PERIOD_OF[LETTER_OF[period]] ~= period then
       error('limits: this program has no letter for counters of the period ' .. period)
     end
   end
@@ -65,7 +68,6 @@ do
 
   local function counters_text(by_period)
     local text = ''
-    for period in pairs(by_period) do check_period(period) end
     for i = 1, #PERIODS do
       local value = by_period[PERIODS[i]]
       if value then
@@ -183,6 +185,7 @@ do
       local made = {is_left = true, lefts = {}}
       for _, n in ipairs(indexes) do
         local limit, window = limits[n], windows[n][1]
+        check_period(limit.per)
         local counter = counters[limit.per]
         local units = (counter and counter[1] == window and counter[2] or 0) + 1
         if units > limit.max then made.is_left = false end
