@@ -232,15 +232,14 @@ class Rebuild:
         while True:
             targets = await targets_now()
             if self._jobs > 1:
-                began, left = time.process_time(), self._events_to(targets)
-                await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading", SAMPLE_EVENTS)
-                sample, work = time.process_time() - began, self._events_to(targets)
-                loaded = sum(left.values()) - sum(work.values())
-                if work and sample / loaded * sum(work.values()) > PROCESSES_SECONDS_MIN:
+                began, before = time.process_time(), sum(self._events_to(targets).values())
+                await self._load_here(source, targets, SAMPLE_EVENTS)
+                seconds, work = time.process_time() - began, self._events_to(targets)
+                left = sum(work.values())
+                if left and seconds / (before - left) * left > PROCESSES_SECONDS_MIN:
                     await self._load_in_processes(source, targets, deal(work, self._jobs))
-            await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
-            now = await targets_now()
-            if sum(now[shard].seq - self._cursors[shard].seq for shard in now) < NEAR_EVENTS:
+            await self._load_here(source, targets)
+            if sum(self._events_to(await targets_now()).values()) < NEAR_EVENTS:
                 return
 
     def _events_to(self, targets: Mapping[int, Cursor]) -> dict[int, int]:
@@ -250,6 +249,11 @@ class Rebuild:
             for shard, target in targets.items()
             if target.seq > self._cursors[shard].seq
         }
+
+    async def _load_here(
+        self, source: RebuildSource, targets: Mapping[int, Cursor], events_max: float = math.inf
+    ) -> None:
+        await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading", events_max)
 
     async def _load_in_processes(
         self, source: RebuildSource, targets: Mapping[int, Cursor], hands: list[list[int]]
@@ -283,7 +287,7 @@ class Rebuild:
         if building is None:
             raise RebuildRefused(f"no version of {self._projection} is being built")
         await self._use(building)
-        await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
+        await self._load_here(source, targets)
 
     async def _finish(self, building: Version) -> Version:
         done = sum(cursor.seq for cursor in self._cursors.values())
