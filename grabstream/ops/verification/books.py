@@ -193,17 +193,17 @@ class BooksComparison:
             cursor = self._archive.end(shard)
             if cursor.next_offset:
                 yield cursor.next_offset - 1, cursor, ()
-        beginning = await self._reader.beginning(shard)
-        if beginning > cursor.next_offset:
+        offset, beginning = cursor.next_offset, await self._reader.beginning(shard)
+        if beginning > offset:
             raise Gap(
                 f"the journal begins at offset {beginning}: older records were deleted; --archive names an "
                 "archive that has them"
             )
-        offset, end = max(beginning, cursor.next_offset), await self._reader.end(shard)
-        if end < cursor.next_offset:
+        end = await self._reader.end(shard)
+        if end < offset:
             raise Gap(
                 f"the journal has lost its end: it ends at offset {end}, and the archive has read it up to "
-                f"offset {cursor.next_offset}"
+                f"offset {offset}"
             )
         async with aclosing(self._reader.read(shard, offset, end)) as lists:
             async for records in lists:
