@@ -16,8 +16,10 @@ from psycopg import AsyncConnection
 
 #: The most bytes of lines in memory: changes of accounts, and sums of accounts in half of it.
 BYTES_MAX: Final = 300_000_000
-#: What Python needs for a line beside its characters: the object, its place in the list, the amount.
+#: What Python needs for a line beside its characters: the object, and its place in the list.
 _LINE_BYTES: Final = 80
+#: What it needs for an account that runs debit: the key of two texts, and the sum.
+_DEBIT_BYTES: Final = 4 * _LINE_BYTES
 #: Lines that are added up at once, while PostgreSQL writes those before.
 PIECE_LINES: Final = 5_000
 
@@ -64,16 +66,16 @@ async def _changes(connection: AsyncConnection[Any], bytes_max: int) -> list[str
             debit, account, asset, names, amounts = str(row, "utf-8")[:-1].split("\t")
             if debit:
                 debits[debit, asset] -= sum(_integers(f"[{amounts}]"))
-            before = len(lines)
+            users = names.split("\x1f")
             lines += [
                 f"{account}{name}\t{asset}\t{amount}"
-                for name, amount in zip(names.split("\x1f"), amounts.split(","), strict=True)
+                for name, amount in zip(users, amounts.split(","), strict=True)
             ]
-            size += _size(len(lines) - before, account, asset, names)
-            if size + len(debits) * 4 * _LINE_BYTES > bytes_max:
+            size += _size(len(users), account, asset, names)
+            if size + len(debits) * _DEBIT_BYTES > bytes_max:
                 lines = [line for piece in added_up(lines) for line in piece.split("\n")[:-1]]
                 size = sum(map(getsizeof, lines)) + 8 * len(lines)
-                if size + len(debits) * 4 * _LINE_BYTES > bytes_max // 2:
+                if size + len(debits) * _DEBIT_BYTES > bytes_max // 2:
                     raise TooManyAccounts
     lines += [f"{debit}\t{asset}\t{change}" for (debit, asset), change in debits.items()]
     return lines
@@ -84,7 +86,8 @@ def _size(count: int, account: str, asset: str, names: str) -> int:
     of its characters take 4 bytes.
     """
     width = 1 if names.isascii() and account.isascii() else 4
-    return count * (_LINE_BYTES + width * (len(account) + len(asset) + 16)) + width * len(names)
+    rest = 16  # two tabs and an amount
+    return count * (_LINE_BYTES + width * (len(account) + len(asset) + rest)) + width * len(names)
 
 
 def added_up(lines: list[str]) -> Iterator[str]:
