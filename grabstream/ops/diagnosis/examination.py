@@ -45,7 +45,7 @@ _NOT_ALLOWED: Final = (
     ClusterAuthorizationFailedError, InsufficientPrivilege,
 )  # fmt: skip
 _NO_ANSWER: Final = (RedisError, KafkaError, OperationalError, InsufficientPrivilege, OSError, TimeoutError)
-#: What the problem of a server begins with that answers, but not to this login.
+#: The problem of a server that refuses the queries of this login begins so.
 NOT_ALLOWED: Final = "this login may not ask: "
 
 Clock = Callable[[], int]
@@ -92,7 +92,7 @@ class Examination(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """3: a server does not answer; 1: something is stuck or at risk; 0: neither."""
+        """3: a server was not read; 1: something is stuck or at risk; 0: neither."""
         if any(self.servers.values()):
             return 3
         return int(any(finding.severity != "note" for _, finding in self.findings))
@@ -370,7 +370,8 @@ async def _ask(reading: Awaitable[Any]) -> tuple[Any, str | None]:
             return await reading, None
     except _NO_ANSWER as error:
         words = str(error).strip() or f"no answer within {SERVER_SECONDS_MAX:.0f} s"
-        return None, f"{NOT_ALLOWED * isinstance(error, _NOT_ALLOWED)}{type(error).__name__}: {words}"
+        refusal = NOT_ALLOWED if isinstance(error, _NOT_ALLOWED) else ""
+        return None, f"{refusal}{type(error).__name__}: {words}"
 
 
 async def _read_core(settings: Settings, clock: Clock) -> CoreReadings:

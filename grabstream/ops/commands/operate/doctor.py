@@ -47,7 +47,7 @@ def doctor(watch: float | None, as_json: bool) -> None:
     """Show what is stuck, since when, what it means for users, and the command that fixes it.
 
     Servers are examined separately, even if one of them does not answer. Exit code 0: nothing found; 1:
-    something is stuck or at risk; 3: a server does not answer.
+    something is stuck or at risk; 3: a server does not answer, or refuses the queries of this login.
     """
     settings = load_settings()
     while True:
@@ -109,18 +109,7 @@ def as_json_of(examination: Examination) -> dict[str, Any]:
 def _print(examination: Examination) -> None:
     for server, problem in examination.servers.items():
         if problem is not None:
-            name, setting = _SERVERS[server]
-            if problem.startswith(NOT_ALLOWED):
-                _say("risk", f"{name} cannot be examined", None, examination.at)
-                _detail("says", problem)
-                _detail(
-                    "mend", "run it with the login of a worker (`grabstream grants`), or of who may do all"
-                )
-                continue
-            _say("stuck", f"{name} does not answer", None, examination.at)
-            _detail("means", _MEANS[server])
-            _detail("says", problem)
-            _detail("mend", f"start it (`grabstream up` for local servers), or correct {setting}")
+            _print_server(server, problem, examination.at)
     for _, finding in by_severity(examination.findings):
         _say(finding.severity, finding.what, finding.since, examination.at)
         _detail("means", finding.means)
@@ -129,6 +118,19 @@ def _print(examination: Examination) -> None:
         _line(Text(f"Not checked without these servers: {', '.join(examination.not_checked)}.", "dim"))
     if not examination.exit_code:
         _line(Text(f"✓ {len(examination.passed)} checks: nothing is stuck.", "green"))
+
+
+def _print_server(server: str, problem: str, now: int) -> None:
+    name, setting = _SERVERS[server]
+    if problem.startswith(NOT_ALLOWED):
+        _say("risk", f"{name} cannot be examined", None, now)
+        _detail("says", problem)
+        _detail("mend", "run doctor with the login of a worker (`grabstream grants`), or of an administrator")
+    else:
+        _say("stuck", f"{name} does not answer", None, now)
+        _detail("means", _MEANS[server])
+        _detail("says", problem)
+        _detail("mend", f"start it (`grabstream up` for local servers), or correct {setting}")
 
 
 def _say(severity: str, what: str, since: int | None, now: int) -> None:
