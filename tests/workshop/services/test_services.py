@@ -130,6 +130,15 @@ def test_local_servers_have_the_ports_of_the_settings_in_either_form(
         services_verbs.local_services()
 
 
+def test_up_of_an_installed_package_names_the_settings_to_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services_verbs, "PROJECT", tmp_path)
+    monkeypatch.setattr(services_verbs, "_write_seal_key", lambda: pytest.fail("it goes on"))
+    with pytest.raises(ServiceError, match="needs a checkout of the project.* GRAB_KAFKA and GRAB_POSTGRES"):
+        CliRunner().invoke(grabstream, ["up"], catch_exceptions=False)
+
+
 @pytest.mark.usefixtures("no_addresses")
 def test_down_names_the_deleted_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAB_SERVICES", "processes")
