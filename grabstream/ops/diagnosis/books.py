@@ -181,19 +181,22 @@ async def read_lags(
             shard: set_aside.past(aside, shard, await newest_cursor(reader, shard, source, journal))
             for shard in range(settings.shards)
         }
-    ends = await journal.ends(range(settings.shards)) if positions else {}
+    partitions = [TopicPartition(topics.journal, shard) for shard in range(settings.shards)]
+    ends = await consumer.end_offsets(partitions) if positions else {}
     # Several read models often have the same cursor, mostly at the end: each one is searched from once.
     searched: dict[tuple[int, Cursor], int] = {}
     lags_of = {}
-    for name, model_offsets in positions.items():
+    for name, model_cursors in positions.items():
         at = {}
-        for shard, cursor in model_offsets.items():
-            if shard not in ends:
+        for shard, cursor in model_cursors.items():
+            partition = TopicPartition(topics.journal, shard)
+            if partition not in ends:
                 continue
             if (shard, cursor) not in searched:
-                searched[shard, cursor] = (await journal.next_event(shard, cursor, ends[shard])).next_offset
-            at[TopicPartition(topics.journal, shard)] = searched[shard, cursor]
-        lags_of[name] = await lags(consumer, at)
+                after = await journal.next_event(shard, cursor, ends[partition])
+                searched[shard, cursor] = after.next_offset
+            at[partition] = searched[shard, cursor]
+        lags_of[name] = await lags(consumer, at, ends)
     return lags_of
 
 
