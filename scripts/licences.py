@@ -1,5 +1,5 @@
 """`python scripts/licences.py BILL`: the packages of a CycloneDX bill of materials and their licences, as a
-table; exit 1 if a package states none, and it is named.
+table. Exit code 1, with the names of the packages, if some state none.
 """
 
 import json
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-#: Packages whose metadata have words in place of a name, which the bill leaves out as a text: read there.
+#: Packages whose metadata state a licence in words, not by a name that the bill of materials takes over.
 READ_BY_HAND: Final = {"protobuf": "BSD-3-Clause"}
 
 

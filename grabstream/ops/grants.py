@@ -174,7 +174,8 @@ async def apply_kafka(bootstrap: str, acls: Sequence[Acl]) -> None:
 
 async def postgres_statements(connection: AsyncConnection[Any], schema: str, prefix: str) -> list[str]:
     """The statements that make the roles writer and reader of a system, and give exactly their rights on what
-    the system has now. Run again after `init` and after a rebuild, which make tables and views.
+    the system has now. Run again after `init`, and before the switch to a version of a read model with
+    further tables: a switch passes on the rights of the version that it replaces.
     """
     return [text.as_string(connection) async for text in _statements(connection, schema, prefix)]
 

@@ -44,8 +44,8 @@ class TooManyAccounts(Exception):
 async def write_sums(connection: AsyncConnection[Any], bytes_max: int = BYTES_MAX) -> None:
     """Copies the sum of every account into the empty `accounts_1`, in the caller's transaction.
 
-    Blocks the event loop for as long as sorting takes. Raises TooManyAccounts before it writes
-    anything, if the changes cannot be added up in memory; the caller's savepoint must then be rolled back.
+    Blocks the event loop for as long as sorting takes. Raises TooManyAccounts before it writes anything, if
+    the changes cannot be added up in memory; the caller's savepoint must then be rolled back.
     """
     lines = await _changes(connection, bytes_max)
     async with (

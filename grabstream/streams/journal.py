@@ -193,9 +193,9 @@ class JournalReader:
         return False
 
     async def next_event(self, shard: int, cursor: Cursor, to_offset: int) -> Cursor:
-        """The cursor at the first record before an offset that adds events to it; at the offset if none does.
-        Markers, and blocks that do not count, add none. A record at which a reader stops is one of those that
-        do.
+        """The cursor at the first record that adds events to it; at `to_offset` if none before that does.
+        Markers, and blocks that do not count, add none. A record at which readers stop counts as one that
+        adds events.
         """
         if cursor.next_offset >= to_offset:
             return cursor

@@ -685,7 +685,7 @@ _FOR_NOBODY = [
     ("FUNCTION", "FLUSH"), ("SCRIPT", "FLUSH"), ("SHUTDOWN", "NOSAVE"),
     ("SET", "another:key", "1"), ("GET", "another:key"),
 ]  # fmt: skip
-#: Of these a worker needs some, and others none.
+#: Only a worker may send these, though it does not need RANDOMKEY.
 _OF_A_WORKER = [
     ("FUNCTION", "LOAD", "#!lua name=x\nredis.register_function('x', function() return 1 end)"),
     ("SCAN", "0"), ("RANDOMKEY",),

@@ -52,7 +52,8 @@ FOLLOW_EVENTS: Final = 2_000
 CHUNKS_AHEAD: Final = 1
 #: So many events are loaded first, to see how long the others will take.
 SAMPLE_EVENTS: Final = 50_000
-#: With less processor time to spend on loading, starting processes, 0.4 s each, takes as long as they save.
+#: Where loading the others needs less processor time here, processes save no more than their start takes,
+#: 0.4 s each.
 PROCESSES_SECONDS_MIN: Final = 2.0
 #: A build that lags behind the live version by fewer events is finished, and follows from there.
 NEAR_EVENTS: Final = 20_000
