@@ -4,7 +4,7 @@ faults; afterwards all checks must pass.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from redis.exceptions import ConnectionError
@@ -49,21 +49,23 @@ class Traffic:
 
     async def until_answered(self, share: float) -> None:
         """Returns when this share of all attempts is answered."""
-        assert self._crowd is not None
-        await until(
-            lambda: self.answered >= share * self.rehearsal.doors.total or self._crowd.done(), 60, "traffic"
-        )
-        if self._crowd.done():
-            self._crowd.result()
+        await self._until(lambda: self.answered >= share * self.rehearsal.doors.total, 60, "traffic")
 
     async def seconds_to_next_answer(self) -> float:
         """The time from now to the next answer, in seconds, or to the end of the crowd, which may have all of
         its answers already.
         """
-        assert self._crowd is not None
         before, began = self.answered, time.monotonic()
-        await until(lambda: self.answered > before or self._crowd.done(), 30, "an answer")
+        await self._until(lambda: self.answered > before, 30, "an answer")
         return time.monotonic() - began
+
+    async def _until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Returns when the condition holds or the crowd has ended; raises the crowd's error."""
+        crowd = self._crowd
+        assert crowd is not None
+        await until(lambda: condition() or crowd.done(), seconds, what)
+        if crowd.done():
+            crowd.result()
 
     async def adds_up(self) -> None:
         """Waits for the crowd and the read models, then runs all checks of the verdict and of `verify`.
