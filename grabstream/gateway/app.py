@@ -63,7 +63,7 @@ from grabstream.gateway.requests import (
     query_of,
     segments_of,
 )
-from grabstream.gateway.slots import Slots
+from grabstream.gateway.slots import Room, Slots
 from grabstream.gateway.watching import Watching
 
 log = logging.getLogger(__name__)
@@ -361,14 +361,15 @@ class Application:
         with ExitStack() as stack:
             if operation.kind in ("read", "watch", "change"):
                 request.caller = self._caller_of(request)
-                self._take_room(request, stack, self._questions_in_work, QUESTIONS_CALLER_MAX)
-                request.joins = partial(self._join, request, stack)
-            self.in_work += 1
-            stack.callback(self._leave)
+                request.room = Room(partial(self._ask, request, stack), partial(self._join, request, stack))
+                request.room.ask()
+            else:
+                self._enter(stack)
             return await self._handlers[operation.name](request, body)
 
     def _take_room(self, request: Request, stack: ExitStack, slots: Slots, caller_max: int) -> None:
-        """Takes a slot until the end of `stack`; raises Problem."""
+        """Takes a slot until the end of `stack`, in place of what that holds; raises Problem."""
+        stack.close()
         questions_max = caller_max if request.user is None else QUESTIONS_USER_MAX
         try:
             stack.enter_context(slots.taken(request.caller, questions_max))
@@ -376,17 +377,17 @@ class Application:
             self.measures.shed["questions"] += 1
             raise
 
-    def _join(self, request: Request, stack: ExitStack) -> None:
-        """A question costs nothing more than its waiting: it gives its room back, for room to wait."""
-        stack.close()
-        self._take_room(request, stack, self._joined, JOINED_CALLER_MAX)
-        request.continues = partial(self._continue, request, stack)
-
-    def _continue(self, request: Request, stack: ExitStack) -> None:
-        """A question that has waited asks PostgreSQL itself: it takes the room of a question again."""
-        stack.close()
-        request.continues = None
+    def _ask(self, request: Request, stack: ExitStack) -> None:
+        """A question asks PostgreSQL, perhaps after it has waited for another one."""
         self._take_room(request, stack, self._questions_in_work, QUESTIONS_CALLER_MAX)
+        self._enter(stack)
+
+    def _join(self, request: Request, stack: ExitStack) -> None:
+        """A question only waits: it gives its room back, for room to wait."""
+        self._take_room(request, stack, self._joined, JOINED_CALLER_MAX)
+
+    def _enter(self, stack: ExitStack) -> None:
+        """Counts a request as in progress until the end of `stack`."""
         self.in_work += 1
         stack.callback(self._leave)
 

@@ -184,7 +184,7 @@ class QueryHandlers:
     ) -> Reply:
         """The answer to a question that a crowd asks."""
         arguments = {**request.path, **_but_after(asked)}
-        kept = await self._cache.document(name, arguments, make, request.read_since, request.joins)
+        kept = await self._cache.document(name, arguments, make, request.read_since, request.room)
         return self._reply(request, name, asked, arguments, kept)
 
     def _reply(
@@ -233,7 +233,7 @@ class QueryHandlers:
         shared = {name: asked[name] for name in _FILTERS if name in asked}
         source = await self._cache.document(
             "shuffled_offers", shared, lambda: self._to_shuffle(filters, values), request.read_since,
-            request.joins,
+            request.room,
         )  # fmt: skip
         listed = self._listed_in(source)
         offers = listed.offers
@@ -242,8 +242,6 @@ class QueryHandlers:
             return listed.order.page(visitor, after, page.rows + 1)
 
         if offers is None:
-            if request.continues is not None:
-                request.continues()
             return await self._cached(
                 request, "offers", asked, lambda: self._named(page, names(), filters, values)
             )

@@ -16,6 +16,7 @@ import msgspec
 
 from grabstream.gateway.bounds import CACHE_BYTES_MAX, CACHE_SECONDS
 from grabstream.gateway.shared_answers import LookUpResult, SharedAnswers
+from grabstream.gateway.slots import Room
 
 _encode = msgspec.json.Encoder().encode
 #: Overhead of an entry in addition to its body, in bytes.
@@ -87,22 +88,24 @@ class Cache:
         asked: Mapping[str, str],
         make: Callable[[], Awaitable[bytes]],
         read_since: float | None = None,
-        joins: Callable[[], None] | None = None,
+        room: Room | None = None,
     ) -> Kept:
         """The document that answers a question: a kept one, or what `make` returns. With `read_since`, one
-        that this gateway has read since then (monotonic, s); it is kept for others. Calls `joins` before it
-        waits for one that is being made already. Raises the error of `make`, and of `joins`.
+        that this gateway has read since then (monotonic, s); it is kept for others. Takes `room`
+        to make one, or to wait for one that is being made already. Raises the errors of `make` and `room`.
         """
         key = digest_of(name, asked)
         if (kept := self.kept(key, read_since)) is not None:
             return kept
         making = self._making.get(key)
         if making is None or not _is_read_since(making, read_since):
+            if room is not None:
+                room.ask()
             self.misses += 1
             making = self._begin(key, make, is_own=read_since is not None)
         else:
-            if joins is not None:
-                joins()
+            if room is not None:
+                room.join()
             self.hits += 1
         return await asyncio.shield(making.task)
 

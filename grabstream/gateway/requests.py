@@ -24,6 +24,7 @@ from grabstream.gateway.bounds import (
     QUERY_PARAMETERS_MAX,
 )
 from grabstream.gateway.problems import JSON, Problem, Reply, invalid
+from grabstream.gateway.slots import Room
 from grabstream.lua.gate.journaled import settle
 from grabstream.lua.gate.single import Promise
 from grabstream.models.bounds import BASKET_GRABS_MAX, quoted
@@ -71,13 +72,11 @@ class Request:
     the name of the API key of a service; None for an end user, and without authentication. `is_admitted`
     tells a stream whether its credentials are still valid; None without authentication. `caller` says whose
     question it is, and `read_since` from when on its answer must have been read (monotonic, s; None: any).
-    `joins` is called when it begins to wait for an answer that is being made for another request, `continues`
-    before it asks PostgreSQL itself after that.
+    `room` is the room of a question.
     """
 
     __slots__ = (
-        "_headers", "caller", "continues", "is_admitted", "joins", "path", "read_since", "receive", "scope",
-        "service",
+        "_headers", "caller", "is_admitted", "path", "read_since", "receive", "room", "scope", "service",
         "user",
     )  # fmt: skip
 
@@ -87,8 +86,7 @@ class Request:
         self.is_admitted: Callable[[], Awaitable[bool]] | None = None
         self.caller = ""
         self.read_since: float | None = None
-        self.joins: Callable[[], None] | None = None
-        self.continues: Callable[[], None] | None = None
+        self.room: Room | None = None
         self.scope = scope
         self.receive = receive
         self.path = path

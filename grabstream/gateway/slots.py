@@ -3,11 +3,22 @@ others.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from grabstream.gateway.bounds import RETRY_SOON_SECONDS
 from grabstream.gateway.problems import Problem, retry_soon
+
+
+class Room(NamedTuple):
+    """The room of one question. `ask` takes room to ask PostgreSQL, `join` room to wait for an answer that is
+    being made for another question; each gives back what the question had, and raises Problem when there is
+    no room.
+    """
+
+    ask: Callable[[], None]
+    join: Callable[[], None]
 
 
 class Slots:

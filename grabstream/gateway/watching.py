@@ -320,7 +320,7 @@ class Watching:
             made = await make()
             return made if isinstance(made, bytes) else _encode(plain(made))
 
-        kept = await self._cache.document(name, {**request.path, **asked}, encoded, joins=request.joins)
+        kept = await self._cache.document(name, {**request.path, **asked}, encoded, room=request.room)
         return tagged_reply(request, kept.body, kept.tag, FOR_ALL)
 
     async def _examine(self, examine: Callable[[], Awaitable[Row | None]], offer: str = "") -> bytes:

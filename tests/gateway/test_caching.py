@@ -3,12 +3,15 @@
 import asyncio
 import secrets
 import time
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grabstream.gateway.caching import ENTRY_BYTES, Cache, digest_of
+from grabstream.gateway.problems import Problem
+from grabstream.gateway.slots import Room
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.gateway.test_questions import position
@@ -43,6 +46,25 @@ async def test_crowd_asks_once() -> None:
     assert sum(isinstance(one, asyncio.CancelledError) for one in got) == 1
     assert (await cache.document("offers", {}, source.make)).body == b"1"
     assert (await cache.document("offers", {"kind": "coupon"}, source.make)).body == b"2"
+
+
+async def test_question_takes_the_room_to_ask_or_to_wait_and_none_for_a_kept_document() -> None:
+    cache, source, taken = Cache(), Source(), list[str]()
+    room = Room(partial(taken.append, "ask"), partial(taken.append, "join"))
+    source.open.clear()
+    asked = [asyncio.create_task(cache.document("offers", {}, source.make, room=room)) for _ in range(3)]
+    await until(lambda: len(taken) == 3)
+    source.open.set()
+    await asyncio.gather(*asked)
+    await cache.document("offers", {}, source.make, room=room)
+    assert taken == ["ask", "join", "join"]
+
+    def refuse() -> None:
+        raise Problem("busy", "There is no room.")
+
+    with pytest.raises(Problem, match="no room"):
+        await cache.document("offers", {"kind": "coupon"}, source.make, room=Room(refuse, refuse))
+    assert (source.made, cache.misses) == (1, 1)
 
 
 async def test_kept_document_is_not_older_than_it_may_be() -> None:
