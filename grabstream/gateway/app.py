@@ -57,6 +57,7 @@ from grabstream.gateway.requests import (
     Gone,
     Request,
     body_of,
+    count_of,
     fields_of,
     is_json,
     offer_of_grab,
@@ -425,13 +426,7 @@ class Application:
         if self._hosts is None or scope["raw_path"] in _HEALTH_PATHS:
             return True
         fields = fields_of(scope)
-        host = fields.get(b"host")
-        if host is None or _name_of(host) not in self._hosts:
-            return False
-        # Most requests have no header twice.
-        if len(fields) == len(scope["headers"]):
-            return True
-        return [name for name, _ in scope["headers"]].count(b"host") == 1
+        return count_of(b"host", fields, scope["headers"]) == 1 and _name_of(fields[b"host"]) in self._hosts
 
     def _misdirected(self) -> Problem:
         return Problem(

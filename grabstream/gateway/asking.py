@@ -35,7 +35,7 @@ from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.gateway.positions import WAITING_PLACES, position_in
 from grabstream.gateway.problems import JSON, SECURE_HEADERS, Header, Problem, Reply, invalid, retry_soon
 from grabstream.gateway.reaching import Reached
-from grabstream.gateway.requests import Request, chosen, query_of
+from grabstream.gateway.requests import Request, chosen, fields_of, query_of
 from grabstream.gateway.shuffling import Shuffled
 from grabstream.gateway.slots import Slots
 from grabstream.gateway.tokens import add_bounded
@@ -200,7 +200,7 @@ class QueryHandlers:
         for anything else, and for a client that may have the document.
         """
         known = self._known.get((scope["raw_path"], scope["query_string"]))
-        if known is None or any(name in _NOT_PLAIN for name, _ in scope["headers"]):
+        if known is None or not _NOT_PLAIN.isdisjoint(fields_of(scope)):
             return None
         kept = self._cache.kept(known[1])
         return None if kept is None else (known[0], _document(kept.body, kept.tag, FOR_ALL))

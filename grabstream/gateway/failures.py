@@ -13,6 +13,7 @@ from grabstream.gateway.addresses import Network, address_of, is_within
 from grabstream.gateway.bounds import CALLERS_COUNTED_MAX
 from grabstream.gateway.problems import Problem, retry_after
 from grabstream.gateway.rates import Rates, RequestCounters
+from grabstream.gateway.requests import fields_of
 from grabstream.gateway.tokens import add_bounded
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Failures:
         peer = scope["client"][0] if scope.get("client") else ""
         if self._has_warned or is_within(peer, self._proxies):
             return
-        if any(name == b"x-forwarded-for" for name, _ in scope["headers"]):
+        if b"x-forwarded-for" in fields_of(scope):
             self._has_warned = True
             log.warning(
                 "%s is refused: it sent more than %s %s. Its requests have X-Forwarded-For: if it is a proxy "

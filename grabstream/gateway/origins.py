@@ -9,6 +9,7 @@ from typing import Any, Final
 from starlette.types import Scope
 
 from grabstream.gateway.problems import Header
+from grabstream.gateway.requests import count_of, fields_of
 
 #: How long a browser may remember what it may send, in seconds.
 PREFLIGHT_SECONDS: Final = 600
@@ -24,11 +25,11 @@ class Origins:
 
     def headers(self, scope: Scope, reply: Any) -> tuple[Header, ...]:
         """The additional headers of a reply, also of a stream."""
-        given = [value for name, value in scope["headers"] if name == b"origin"]
-        if len(given) != 1 or given[0] not in self._allowed:
+        fields = fields_of(scope)
+        if count_of(b"origin", fields, scope["headers"]) != 1 or fields[b"origin"] not in self._allowed:
             return ((b"vary", b"Origin"),)
-        found = ((b"vary", b"Origin"), (b"access-control-allow-origin", given[0]))
-        asks = any(name == b"access-control-request-method" for name, _ in scope["headers"])
+        found = ((b"vary", b"Origin"), (b"access-control-allow-origin", fields[b"origin"]))
+        asks = b"access-control-request-method" in fields
         if scope["method"] != "OPTIONS" or not asks:
             return (*found, (b"access-control-expose-headers", _READ))
         methods = next((value for name, value in reply.headers if name == b"allow"), b"")

@@ -50,7 +50,7 @@ from grabstream.gateway.bounds import (
 )
 from grabstream.gateway.measures import GatewayMeasures
 from grabstream.gateway.problems import Header, Problem, Reply, retry_soon
-from grabstream.gateway.requests import FIELDS
+from grabstream.gateway.requests import FIELDS, count_of
 
 log = logging.getLogger(__name__)
 
@@ -499,10 +499,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if version == "1.0" and is_coded:
             # A proxy that speaks HTTP/1.0 ignores the header, and takes the chunks for the next request.
             return "A request of HTTP/1.0 must not have Transfer-Encoding."
-        is_named = b"host" in fields
-        # Most requests have no header twice.
-        is_twice = len(fields) < len(self.headers) and len(self._values_of(b"host")) > 1
-        if is_twice or (version == "1.1" and not is_named):
+        hosts = count_of(b"host", fields, self.headers)
+        if hosts > 1 or (version == "1.1" and not hosts):
             return "A request must have the header Host, once."
         if not self.url.startswith(b"/") or b"#" in self.url:
             return "The target of a request must be a path, which begins with / and has no fragment (#)."

@@ -23,7 +23,7 @@ from grabstream.gateway.bounds import (
     QUERY_BYTES_MAX,
     QUERY_PARAMETERS_MAX,
 )
-from grabstream.gateway.problems import JSON, Problem, Reply, invalid
+from grabstream.gateway.problems import JSON, Header, Problem, Reply, invalid
 from grabstream.gateway.slots import Room
 from grabstream.lua.gate.journaled import settle
 from grabstream.lua.gate.single import Promise
@@ -94,12 +94,10 @@ class Request:
 
     def header(self, name: bytes) -> bytes | None:
         """The value of a header; None without it. Raises Problem when it occurs more than once."""
-        value = self._headers.get(name)
-        if value is not None and len(self._headers) < len(self.scope["headers"]):
-            count = sum(known == name for known, _ in self.scope["headers"])
-            if count > 1:
-                raise invalid(f"{name.decode()}: the header occurs {count} times; keep one")
-        return value
+        count = count_of(name, self._headers, self.scope["headers"])
+        if count > 1:
+            raise invalid(f"{name.decode()}: the header occurs {count} times; keep one")
+        return self._headers.get(name)
 
     def has(self, name: bytes) -> bool:
         """Whether a header occurs, once or more."""
@@ -109,6 +107,14 @@ class Request:
 def fields_of(scope: Scope) -> dict[bytes, bytes]:
     """The headers of a request by name, the last one of each name."""
     return scope[FIELDS] if FIELDS in scope else dict(scope["headers"])
+
+
+def count_of(name: bytes, fields: Mapping[bytes, bytes], headers: Sequence[Header]) -> int:
+    """How many times a header occurs among these; `fields` has them by name."""
+    if len(fields) == len(headers) or name not in fields:
+        # Most requests have no header twice.
+        return int(name in fields)
+    return sum(known == name for known, _ in headers)
 
 
 #: Takes the reply to a request, or the error in place of it.
