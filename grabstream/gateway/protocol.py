@@ -259,8 +259,8 @@ class BoundedProtocol(HttpToolsProtocol):
         #: When the first byte of the request came that is not complete yet; at first, when the connection was
         #: made.
         self._reading_since: float | None = self.loop.time()
-        #: Since when the client has not taken all of its answers; since when it has all of them, and has sent
-        #: nothing more.
+        #: Since when the client has not taken all of its answers; since when all requests whose heads have
+        #: come are answered.
         self._writing_since: float | None = None
         self._idle_since: float | None = None
         #: Answers a request from memory, or returns None.
@@ -290,7 +290,6 @@ class BoundedProtocol(HttpToolsProtocol):
         """Parses what has arrived, unless it is too much, or not the turn of this connection."""
         if self._is_ending:
             return
-        self._idle_since = None
         if self._reading_since is None:
             self._reading_since = self.loop.time()
         if self.turns.has_room(self.loop):
@@ -311,8 +310,6 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.flow.read_paused:
             self.transport.resume_reading()
         if data and not self._is_ending:
-            # The request before it may have been answered since.
-            self._idle_since = None
             self._waited = self.loop.time() - self._deferred_at
             self._read(data)
             self._waited = 0.0
@@ -401,7 +398,6 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         before, cycle = self.cycle, self._begin(version, fields)
         self._receiving = self.cycle = cycle
-        # The request before, whose bytes came with these, may have been answered at once.
         self._idle_since = None
         if before is not None and not before.response_complete:
             self.flow.pause_reading()
@@ -588,14 +584,10 @@ class BoundedProtocol(HttpToolsProtocol):
         elif now - self._writing_since > WRITE_SECONDS_MAX:
             self.transport.abort()
             return
-        if self._idle_since is not None and now - self._idle_since > self.timeout_keep_alive:
-            self.timeout_keep_alive_handler()
-            return
-        if (
-            not self._is_ending
-            and self._reading_since is not None
-            and now - self._reading_since > READ_SECONDS_MAX
-        ):
+        if self._reading_since is None:
+            if self._idle_since is not None and now - self._idle_since > self.timeout_keep_alive:
+                self.timeout_keep_alive_handler()
+        elif not self._is_ending and now - self._reading_since > READ_SECONDS_MAX:
             self._end(Problem("request_timeout", f"A request must arrive within {READ_SECONDS_MAX:.0f} s."))
 
     def _is_streaming(self) -> bool:

@@ -404,6 +404,12 @@ async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> N
             assert (await one.answer()).status == 200
         assert await one.is_closed(seconds=READ_SECONDS_MAX - 2)
         assert time.monotonic() - began >= 1
+    # The rest of a request that was answered before all of it had come.
+    async with served(answer) as server, connected(server.port) as one:
+        await one.send(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{")
+        assert (await one.answer()).status == 200
+        await one.send(b"}")
+        assert await one.is_closed(seconds=READ_SECONDS_MAX - 2)
 
 
 @pytest.mark.long
