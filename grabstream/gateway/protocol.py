@@ -235,7 +235,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answered_now = 0
         #: Bytes of the request since its head began, or since its head was complete.
         self._bytes = 0
+        #: Bytes of its complete headers; of the body that was parsed last, after the last empty line.
         self._head_bytes = 0
+        self._body_tail = 0
         self._is_head = True
         #: What the scopes of all requests of this connection have.
         self._scope: dict[str, Any] = {
@@ -348,8 +350,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._began:
             self._began = False
             # The request before it ended at the last empty line, or with the body after that.
-            end = data.rfind(b"\r\n\r\n") + 4 if b"\r\n\r\n" in data else 0
-            self._bytes = max(0, len(data) - end - self._body_tail)
+            self._bytes = max(0, _bytes_after_empty_line(data) - self._body_tail)
         if self._bytes > (HEAD_BYTES_MAX if self._is_head else MESSAGE_BYTES_MAX):
             self._end(_too_much(self._is_head))
 
@@ -537,12 +538,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
+        if self._is_ending:
+            return
+        self._body_tail = _bytes_after_empty_line(body)
         cycle: Any = self.cycle
-        if self._is_ending or cycle.response_complete:
+        if cycle.response_complete:
             return
         cycle.add(body)
-        end = body.rfind(b"\r\n\r\n")
-        self._body_tail = self._body_tail + len(body) if end < 0 else len(body) - end - 4
         if len(cycle.body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
 
@@ -553,7 +555,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_head = True
         self._bytes = 0
         self._reading_since = self._receiving = None
-        cycle = self.cycle
+        cycle: Any = self.cycle
+        if b"transfer-encoding" in cycle.scope[FIELDS]:
+            # An empty line ends the chunks.
+            self._body_tail = 0
         if cycle.response_complete:
             return
         cycle.more_body = False
@@ -623,6 +628,11 @@ class BoundedProtocol(HttpToolsProtocol):
         lines += [name + b": " + value for name, value in headers]
         lines += [b"content-length: %d" % len(body), b"connection: close", b"", body]
         self.transport.write(b"\r\n".join(lines))
+
+
+def _bytes_after_empty_line(data: bytes) -> int:
+    """How many bytes follow the last empty line; all if there is none."""
+    return len(data.rpartition(b"\r\n\r\n")[2])
 
 
 def _too_much(is_head: bool) -> Problem:

@@ -7,7 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -281,6 +281,40 @@ async def test_body_of_a_request_is_not_counted_as_the_head_of_the_next(
         assert (await one.answer()).body["user"] == "u1"
         await one.send(second[60:])
         assert (await one.answer()).body["user"] == "u2"
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("is_coded", [False, True])
+async def test_head_behind_a_body_is_bounded(is_coded: bool, is_early: bool) -> None:
+    """By its own bytes alone, in whatever way the body ends, also when its answer was sent before it came."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        while not is_early and (await receive()).get("more_body"):
+            """The body is not complete."""
+        await send_reply(scope, send, Reply(200, b"{}", ()))
+
+    size = HEAD_BYTES_MAX + 1
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (size, b" " * size) if is_coded else b" " * size
+    length = b"Transfer-Encoding: chunked" if is_coded else b"Content-Length: %d" % size
+    post = b"POST / HTTP/1.1\r\nHost: localhost\r\n%b\r\n\r\n" % length
+    get = b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "
+    async with served(answer) as server:
+        for value in (b"", b"y" * HEAD_BYTES_MAX):
+            async with connected(server.port) as one:
+                await one.send(post)
+                if is_early:
+                    assert (await one.answer()).status == 200
+                await one.send(body + get + value)
+                if not is_early:
+                    assert (await one.answer()).status == 200
+                if not value:
+                    await asyncio.sleep(0.1)  # the head comes in two pieces
+                    await one.send(b"y\r\n\r\n")
+                    assert (await one.answer()).status == 200
+                    continue
+                async with asyncio.timeout(READ_SECONDS_MAX / 2):
+                    with suppress(ConnectionError):
+                        await one.reader.read()
 
 
 async def test_complete_requests_are_answered_though_another_one_breaks_off(
