@@ -56,7 +56,7 @@ QUESTIONS_MAX: Final = 200
 QUESTIONS_USER_MAX: Final = 10
 QUESTIONS_CALLER_MAX: Final = 100
 #: Questions that wait for an answer which is being made for another one: in sum, and of one API key or
-#: address (of one end user, as many as in work). They are neither of those.
+#: address (of one end user, QUESTIONS_USER_MAX). They do not count for the bounds above.
 JOINED_MAX: Final = 2_000
 JOINED_CALLER_MAX: Final = 1_000
 SESSION_WAITERS_MAX: Final = 100

@@ -66,7 +66,7 @@ STREAMS: Final = "grabstream.streams"
 
 
 class _Unread:
-    """In place of the event that tells an application that more of a body has come: nobody waits for it."""
+    """In place of the event that notifies an application of more of a body, while no application waits."""
 
     def set(self) -> None:
         """More of the body, or its end, has come."""
@@ -76,7 +76,7 @@ _UNREAD: Final = _Unread()
 
 
 class _Cycle(RequestResponseCycle):
-    """A request and its answer. uvicorn's class gives each of them all that is here once: most requests need
+    """A request and its answer. What uvicorn sets in each of them, this class has once: most requests change
     little of it.
     """
 
@@ -110,8 +110,8 @@ class _Cycle(RequestResponseCycle):
             self.body += body
         self.message_event.set()
 
-    def is_read(self) -> None:
-        """An application begins to read the body."""
+    def begin_reading(self) -> None:
+        """From now on an application may wait for the body."""
         self.message_event = asyncio.Event()
         if self.body or not self.more_body:
             self.message_event.set()
@@ -317,8 +317,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._waited = 0.0
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Frees what waited for its turn. A request and its scope name each other, so only the garbage
-        collector would free them, long after the connections of an attack have ended.
+        """Frees what waited for its turn. The connection and its last request name each other, so only the
+        garbage collector would free them, long after the connections of an attack have ended.
         """
         super().connection_lost(exc)
         if self._counted is not None:
@@ -521,7 +521,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._working = cycle
-        cycle.is_read()
+        cycle.begin_reading()
         cycle.scope[ABORT] = self.transport.abort
         cycle.scope[REPLY] = cycle.reply
 
