@@ -324,8 +324,8 @@ class Gate:
         is_plain: bool = False,
     ) -> None:
         """Decides a single command as `decide` does, and calls `then` with its answer, or with what `decide`
-        would raise; at once if the command must not reach a script. `is_plain`: it is known
-        that it is a plain grab, with which nothing is wrong (`offer_of_plain`).
+        would raise; at once if the command must not reach a script. `is_plain`: the caller has checked that
+        `offer_of_plain` returns the offer of the command.
         """
         if self._user_keys is not None and type(command) is Grab and command.metadata:
             task = asyncio.create_task(self._decide_sealed(command, then, promise, timeout_ms, from_system))
@@ -366,7 +366,7 @@ class Gate:
             return await answered
         finally:
             if single is not None:
-                single.leave()
+                single.give()
                 if single.fault is not None:
                     report_undecidable(0, single.fault)
 
@@ -788,7 +788,7 @@ class Gate:
         try:
             return list(map(encoding.answer_of, repeat(shard), commands, rows, repeat(self._sealer)))
         except Exception:
-            # Of one command: the others get theirs.
+            # One of them causes the error: the others get their answers.
             return list(map(self._answer_of, repeat(shard), commands, rows))
 
     def _answer_of(self, shard: int, command: AnyCommand, row: Sequence[Any]) -> Answer:

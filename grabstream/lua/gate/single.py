@@ -31,26 +31,18 @@ class _Gate(Protocol):
 
 
 class SingleCommand(QueueEntry, kw_only=True):
-    """One command that is queued in a shard. `then` is called once with its answer, unless nobody waits any
-    longer.
+    """One command that is queued in a shard. `then` is called once, with its answer; or never, if `give` is
+    called before.
     """
 
     gate: _Gate
     shard: int
     promise: Promise
     then: Then
-    is_over: bool = False
-
-    def leave(self) -> None:
-        """Nobody waits any longer: the command is dropped if it was not sent, and `then` is not called."""
-        self.is_over = True
-        self.give()
 
     def settle(self) -> None:
         """The command is decided or refused, or has an error."""
         self.is_done = True
-        if self.is_over:
-            return
         if self.error is not None:
             self._end(self.error)
             return
@@ -62,7 +54,7 @@ class SingleCommand(QueueEntry, kw_only=True):
             journaled.call(self.shard, self.history, seq, self.deadline, self._released)
 
     def _released(self, error: BaseException | None) -> None:
-        if self.is_over:
+        if self.given:
             return
         if isinstance(error, HistoryChanged):
             # The decision may be lost with its history; only the new answer counts.
@@ -73,7 +65,6 @@ class SingleCommand(QueueEntry, kw_only=True):
             self._end(error)
 
     def _end(self, error: BaseException | None = None) -> None:
-        self.is_over = True
         result: Answer | BaseException
         try:
             self.gate.ended(self.shard, self, self.promise, error)
