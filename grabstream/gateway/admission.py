@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
+from grabstream.gateway.address_rates import AddressRates, in_words, too_many
 from grabstream.gateway.addresses import Network
 from grabstream.gateway.api_keys import KeyRing, is_secret
 from grabstream.gateway.bounds import TOKENS_REMEMBERED_MAX
 from grabstream.gateway.callers import Caller, authorize, unauthenticated
-from grabstream.gateway.failures import Failures, in_words, too_many
 from grabstream.gateway.operations import Operation
 from grabstream.gateway.problems import Problem
 from grabstream.gateway.rates import Rates, RequestCounters
@@ -56,8 +56,10 @@ class Admission:
         self._tokens = tokens
         self._counters = counters
         self._rates = rates
-        self._failures = Failures(counters, rates.failures, proxies, "address", "without valid credentials")
-        self._users = Failures(counters, rates.address, proxies, "users", "with tokens of end users")
+        self._failures = AddressRates(
+            counters, rates.failures, proxies, "address", "without valid credentials"
+        )
+        self._users = AddressRates(counters, rates.address, proxies, "users", "with tokens of end users")
         #: Credentials that were valid a moment ago, by the hash of a dict (seeded, not cryptographic): these
         #: are let through to the check, which is that of all others.
         self._recent: dict[int, None] = {}
@@ -86,7 +88,7 @@ class Admission:
         if seconds:
             whose = "This API key" if caller.user is None else "This user"
             raise too_many(f"{whose} may send {in_words(rates)}.", seconds)
-        if caller.user is not None and self._users.are_counted:
+        if caller.user is not None:
             await self._users.count(request.scope)
         authorize(caller, operation, request)
         if operation.kind == "stream":

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from starlette.types import Scope
 
-from grabstream.gateway.failures import Failures
+from grabstream.gateway.address_rates import AddressRates
 from grabstream.gateway.problems import (
     JSON,
     NOT_KEPT,
@@ -67,7 +67,7 @@ class Receipts:
         gate: Gate,
         timeout_ms: int,
         keys: SigningKeys | None = None,
-        forged: Failures | None = None,
+        forged: AddressRates | None = None,
         audience: str = "",
     ) -> None:
         self._gate = gate
@@ -103,7 +103,7 @@ class Receipts:
 
         self._gate.decide_soon(command, answered, timeout_ms=self._timeout_ms, from_system=True)
 
-    def _refuse_counted(self, forged: Failures, refusal: Problem, scope: Scope, then: Then) -> None:
+    def _refuse_counted(self, forged: AddressRates, refusal: Problem, scope: Scope, then: Then) -> None:
         """Refuses a forged receipt when it is counted: the counters may be in a server."""
 
         async def count() -> None:

@@ -242,7 +242,7 @@ async def test_what_the_issuer_has_signed_is_no_failure_of_its_address() -> None
 
 
 async def test_memory_of_addresses_and_credentials_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grabstream.gateway.failures.CALLERS_COUNTED_MAX", 10)
+    monkeypatch.setattr("grabstream.gateway.address_rates.CALLERS_COUNTED_MAX", 10)
     monkeypatch.setattr("grabstream.gateway.admission.TOKENS_REMEMBERED_MAX", 10)
     found = [new_secret() for _ in range(30)]
     ring = await ring_of(*(row(secret, name=f"k{number}") for number, secret in enumerate(found)))

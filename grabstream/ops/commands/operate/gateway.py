@@ -17,6 +17,7 @@ import click
 import uvloop
 from psycopg import AsyncConnection, OperationalError
 
+from grabstream.gateway.address_rates import AddressRates
 from grabstream.gateway.addresses import ConnectionsByAddress, Network
 from grabstream.gateway.admission import Admission, CallerRates
 from grabstream.gateway.api_keys import KEYS_QUERY, KeyRing
@@ -28,7 +29,6 @@ from grabstream.gateway.caching import Cache
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
 from grabstream.gateway.deciding import CommandHandlers
 from grabstream.gateway.event_streams import EventStreams
-from grabstream.gateway.failures import Failures
 from grabstream.gateway.key_sets import KeySet, reader_of
 from grabstream.gateway.openapi import document
 from grabstream.gateway.origins import Origins
@@ -338,7 +338,9 @@ async def _open_application(
         counters = RequestCounters(cache_server, settings.prefix)
         admission = await stack.enter_async_context(_open_admission(settings, counters))
         failure_rates = _rates(settings.gateway_failures_rate)
-        forged = Failures(counters, failure_rates, proxies, "receipts", "with receipts that are not signed")
+        forged = AddressRates(
+            counters, failure_rates, proxies, "receipts", "with receipts that are not signed"
+        )
         examiners = await stack.enter_async_context(open_examiners(settings))
         keys, audience = payment_keys(settings), gate.authority.audience
         tokens = PaymentTokens(

@@ -1,5 +1,5 @@
-"""What addresses may send: of what fails a check (wrong credentials, and receipts that are not signed), and
-with tokens of end users.
+"""Rates of addresses: of what fails a check (wrong credentials, and receipts that are not signed), and of
+requests with tokens of end users.
 """
 
 import logging
@@ -19,11 +19,10 @@ from grabstream.gateway.tokens import add_bounded
 log = logging.getLogger(__name__)
 
 
-class Failures:
-    """Counts by address what fails a check, or what all of its end users send, and tells an address when it
-    has had too many. `kind` begins the names of the counters, `words` say in a refusal what was sent.
-    `proxies` are the networks of proxies that are believed when they name the address of their client
-    (X-Forwarded-For).
+class AddressRates:
+    """Counts requests of one sort by address, and refuses those of an address that has sent too many. `kind`
+    begins the names of the counters, `words` say in a refusal which requests are meant. `proxies` are the
+    networks of proxies that are believed when they name the address of their client (X-Forwarded-For).
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class Failures:
         self._kind = kind
         self._words = words
         self._has_warned = False
-        #: Addresses with too many failures, and until when (monotonic, s).
+        #: Addresses that are refused, and until when (monotonic, s).
         self.blocked: dict[str, float] = {}
 
     @property
@@ -44,7 +43,9 @@ class Failures:
         return bool(self._rates)
 
     async def count(self, scope: Scope) -> None:
-        """Counts a failure; raises Problem when its address has had too many."""
+        """Counts a request; raises Problem when its address has sent too many."""
+        if not self._rates:
+            return
         address = address_of(scope, self._proxies)
         seconds = await self._counters.hit(self._rates, self._kind, address)
         if seconds:
@@ -66,7 +67,7 @@ class Failures:
             )  # fmt: skip
 
     def check(self, scope: Scope) -> None:
-        """Raises Problem while an address has had too many failures."""
+        """Raises Problem while an address is refused."""
         if self.blocked:
             self._check(address_of(scope, self._proxies))
 
