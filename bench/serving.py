@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,20 +182,31 @@ def _asked(server: MeasuredServer, path: str, body: bytes | None = None) -> str:
         return str(found.read().decode())
 
 
+async def _in_turn(
+    settings: Settings, runs: int, seconds: float, lists: int, sides: Sequence[tuple[MeasuredServer, int]]
+) -> list[list[dict[str, Any]]]:
+    """What `load` finds of servers in turn, for each of them; each has a number of connections."""
+    found: list[list[dict[str, Any]]] = [[] for _ in sides]
+    for server, connections in sides:
+        await asyncio.to_thread(load, server, lists, seconds / 4, connections=connections)
+    for _ in range(runs):
+        for runs_of_server, (server, connections) in zip(found, sides, strict=True):
+            runs_of_server.append(
+                await asyncio.to_thread(load, server, lists, seconds, connections=connections)
+            )
+            # What the workers still do must not disturb the other side.
+            await until_booked(settings, 0)
+    return found
+
+
 async def _against(
     runs: int, seconds: float, lists: int, other: Callable[[Settings, MeasuredServer], Any]
 ) -> dict[str, Any]:
     """The gateway and the other server in turn: requests a second, and what they cost."""
-    ours, theirs = [], []
     async with shop() as (settings, server):
         with other(settings, server) as against:
-            await asyncio.to_thread(load, server, lists, seconds / 4)
-            await asyncio.to_thread(load, against, lists, seconds / 4)
-            for _ in range(runs):
-                ours.append(await asyncio.to_thread(load, server, lists, seconds))
-                # What the workers still do must not disturb the other side.
-                await until_booked(settings, 0)
-                theirs.append(await asyncio.to_thread(load, against, lists, seconds))
+            sides = ((server, CONNECTIONS), (against, CONNECTIONS))
+            ours, theirs = await _in_turn(settings, runs, seconds, lists, sides)
     return {
         "ours": [one["rate"] for one in ours],
         "theirs": [one["rate"] for one in theirs],
@@ -248,16 +259,10 @@ async def against_uvicorn(runs: int, seconds: float, lists: int) -> dict[str, An
     """What a request costs the gateway, against the constant of a bare uvicorn, which logs each request, by
     processor time alone: so the row says the same on a busy machine.
     """
-    ours: list[dict[str, Any]] = []
-    theirs: list[dict[str, Any]] = []
     async with shop() as (settings, server):
         with bare_uvicorn() as against:
-            for each in (server, against):
-                await asyncio.to_thread(load, each, lists, seconds / 4)
-            for _ in range(runs):
-                for each, found in ((server, ours), (against, theirs)):
-                    found.append(await asyncio.to_thread(load, each, lists, seconds))
-                    await until_booked(settings, 0)
+            sides = ((server, CONNECTIONS), (against, CONNECTIONS))
+            ours, theirs = await _in_turn(settings, runs, seconds, lists, sides)
     return {
         "ours": [one["server_us"] for one in ours],
         "theirs": [one["server_us"] for one in theirs],
@@ -274,17 +279,10 @@ async def processes(runs: int, seconds: float) -> dict[str, Any]:
     against one, with as many connections for each process. All others share the cores of this machine, so
     the clock says nothing about it.
     """
-    many: list[dict[str, Any]] = []
-    alone: list[dict[str, Any]] = []
     async with shop() as (settings, server):
         with gateway(settings, PROCESSES) as several:
-            sides = ((several, PROCESSES * CONNECTIONS, many), (server, CONNECTIONS, alone))
-            for each, connections, _ in sides:
-                await asyncio.to_thread(load, each, GRABS, seconds / 4, connections=connections)
-            for _ in range(runs):
-                for each, connections, found in sides:
-                    found.append(await asyncio.to_thread(load, each, GRABS, seconds, connections=connections))
-                    await until_booked(settings, 0)
+            sides = ((several, PROCESSES * CONNECTIONS), (server, CONNECTIONS))
+            many, alone = await _in_turn(settings, runs, seconds, GRABS, sides)
     return {
         "ours": [1e6 / one["server_us"] for one in many],
         "theirs": [1e6 / one["server_us"] for one in alone],
