@@ -389,13 +389,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(problem)
             return
         if len(self.pipeline) >= PIPELINE_MAX:
-            self._end(
-                retry_soon(
-                    "busy",
-                    f"At most {PIPELINE_MAX} requests of a connection may wait for processing. This request "
-                    "and those after it were not processed.",
-                )
-            )
+            # Those before it get their answers; then the connection is closed.
+            self._is_ending = True
+            self.pipeline[0][0].keep_alive = False
             return
         before, cycle = self.cycle, self._begin(version, fields)
         self._receiving = self.cycle = cycle
