@@ -35,7 +35,7 @@ async def answer(send: Any, status: int, body: bytes) -> None:
 
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:
-    """Reads the body of a request, and answers `{}`; as an application of uvicorn as it is installed."""
+    """An application for uvicorn with its defaults: reads the body of a request, and answers `{}`."""
     if scope["type"] == "lifespan":
         message = {"type": ""}
         while not message["type"].endswith("shutdown"):

@@ -256,8 +256,8 @@ async def grabs(runs: int, seconds: float) -> dict[str, Any]:
 
 
 async def against_uvicorn(runs: int, seconds: float, lists: int) -> dict[str, Any]:
-    """What a request costs the gateway, against the constant of a bare uvicorn, which logs each request, by
-    processor time alone: so the row says the same on a busy machine.
+    """What a request costs the gateway, against the constant of a bare uvicorn, which logs each request. Only
+    processor time is compared: rates depend more on what else the machine does.
     """
     async with shop() as (settings, server):
         with bare_uvicorn() as against:

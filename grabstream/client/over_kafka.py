@@ -298,8 +298,8 @@ class SyncKafkaClient(InThread["_Connecting"], CommandMethods[Answer, tuple[Answ
         with SyncKafkaClient("127.0.0.1:9092") as client:
             answer = client.grab("dinner", "bob")
 
-    It connects with its first call, or at the beginning of `with`, within `timeout_seconds`, which are not
-    those of the call: RequestProblem says why it cannot.
+    It connects with its first call, or at the beginning of `with`; RequestProblem says why it cannot.
+    Connecting may take up to `timeout_seconds`, which are not subtracted from those of a call.
     """
 
     def __init__(

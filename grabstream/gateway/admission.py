@@ -21,7 +21,7 @@ from grabstream.gateway.rates import Rates, RequestCounters
 from grabstream.gateway.requests import Request
 from grabstream.gateway.tokens import BadToken, TokenVerifier, UnusableToken, add_bounded, is_token
 
-#: The key of the scope that has what the counters said of a request.
+#: The key of the scope that has what `RequestCounters` returned for a request.
 _COUNTED: Final = "grabstream.counted"
 _bearer = re.compile(rb"bearer +([A-Za-z0-9._~+/-]+=*) *", re.IGNORECASE).fullmatch
 _MISSING: Final = "Send credentials in the header Authorization: Bearer, followed by an API key or a token."

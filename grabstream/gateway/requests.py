@@ -49,7 +49,7 @@ FIELDS: Final = "grabstream.fields"
 #: Ids that clients and proxies remove from a path.
 NOT_IN_PATHS: Final = (".", "..")
 _ID_WORDS: Final = f"must match {ID_PATTERN.strip('^$')}"
-_is_json_in_words = re.compile(
+_is_json_type = re.compile(
     rb'application/json(?:[ \t]*;[ \t]*charset="?utf-8"?)?[ \t]*\Z', re.IGNORECASE
 ).match
 #: Where a field comes from that a body must not have.
@@ -251,7 +251,7 @@ class Gone(Exception):
 
 def is_json(kind: bytes) -> bool:
     """Whether a Content-Type is that of JSON in UTF-8."""
-    return kind == JSON or _is_json_in_words(kind) is not None
+    return kind == JSON or _is_json_type(kind) is not None
 
 
 def check_body_headers(request: Request, bytes_max: int) -> None:

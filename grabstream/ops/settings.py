@@ -512,7 +512,9 @@ class Settings(BaseSettings):
     ] = "100/second"
     gateway_address_rate: Annotated[
         str,
-        _setting("How often all end users of one address together may ask, as above; absent: without limit."),
+        _setting(
+            "Rate of requests of all end users of one address together, as above; absent: without limit."
+        ),
     ] = ""
     gateway_failures_rate: Annotated[
         str,

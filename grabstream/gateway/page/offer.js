@@ -145,7 +145,7 @@ function filmOf(id, signal, report) {
   let frames = [];
   let following = true;
 
-  /** Where a time stands in the chart, from 0 to 1: what the last event has changed is seen after it. */
+  /** The place of a time in the chart, from 0 to 1. The last one is before 1, so that its changes can be seen. */
   function placeOf(at) {
     const [first, last] = [frames[0].at, frames.at(-1).at];
     return last > first ? (at - first) / (last - first) / 1.02 : 1;
