@@ -424,7 +424,7 @@ OF_STREAMS: Final = (
         (
             (
                 "grabstream/streams/relaying/relay.py",
-                "if not entries and outbox.incomplete:",
+                "if not entries and outbox.fault:",
                 "if False:",
             ),
         ),

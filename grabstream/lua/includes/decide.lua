@@ -114,6 +114,7 @@ do
       or (not number_in(shard[2] or '0') or #(shard[2] or '') > 13) and 'time'
       or not number_in(shard[4]) and 'history'
       or shard[8] and not number_in(shard[8]) and 'layout'
+      or not number_in(shard[7]) and 'shards'
     if not damaged then return nil end
     local reason = 'the field ' .. damaged .. ' of the shard (' .. KEYS[1]
       .. ') has a value that no program writes: '

@@ -5,7 +5,8 @@
 -- from the journal; a shard of a newer layout is left unchanged. Also in lua/keys.py.
 local LAYOUT = 1
 
--- The layout of a shard: 0 if events were decided there, but it names none. A shard without a seq is new.
+-- The layout of a shard: 0 if events were decided there, but it names none; nil if it is damaged. A shard
+-- without a seq is new.
 local function layout_of(named, seq)
   return tonumber(named or (seq and 0 or LAYOUT))
 end
@@ -49,4 +50,14 @@ end
 local function is_owner(shard_key, term, owner, epoch)
   local held = redis.call('HMGET', shard_key, 'term', 'owner')
   return held[1] == term and held[2] == owner and server_epoch() == epoch
+end
+
+-- Why the shard needs a takeover: 'incomplete' if its state does not follow from its events, 'outdated' if
+-- its keys have an older layout, 'fenced' if it decides nothing for another reason; '' if it decides.
+local function fault_for_owner(shard_key, epoch)
+  local held = redis.call('HMGET', shard_key, 'partial', 'server_epoch', 'layout', 'seq')
+  return held[1] and 'incomplete'
+    or (layout_of(held[3], held[4]) or LAYOUT) < LAYOUT and 'outdated'
+    or held[2] ~= epoch and 'fenced'
+    or ''
 end

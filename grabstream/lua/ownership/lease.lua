@@ -17,7 +17,8 @@
 local worker, lease_ms, may_be_given = ARGV[1], tonumber(ARGV[2]), ARGV[4] ~= ''
 local holder = redis.call('GET', KEYS[1])
 local held = redis.call('HMGET', KEYS[2], 'layout', 'seq')
-local is_newer = layout_of(held[1], held[2]) > LAYOUT
+-- With a damaged layout, a relay is needed: its takeover names the fault.
+local is_newer = (layout_of(held[1], held[2]) or 0) > LAYOUT
 local now = time_of_server()
 local entries = redis.call('HGETALL', KEYS[3])
 local reply, ended = {''}, {}

@@ -3,9 +3,9 @@
 --
 -- KEYS[1] shard hash · KEYS[2] outbox stream
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] first seq wanted · ARGV[5] entries at most
--- Returns {seq of the shard, entries, '1' when the shard is incomplete, else ''}: the entries of
---         includes/outbox.lua, from the entry that holds the first seq wanted; or the error LOST when the
---         shard has another owner.
+-- Returns {seq of the shard, entries, why the shard needs a takeover or ''}: the entries of
+--         includes/outbox.lua, from the entry that holds the first seq wanted, and fault_for_owner of
+--         includes/shard.lua; or the error LOST when the shard has another owner.
 --- @include "shard"
 --- @include "outbox"
 
@@ -13,5 +13,4 @@ if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
   return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
 local entries = entries_from(entry_at(tonumber(ARGV[4])) or entry_after(), tonumber(ARGV[5]))
-local shard = redis.call('HMGET', KEYS[1], 'seq', 'partial')
-return {shard[1] or '0', entries, shard[2] or ''}
+return {redis.call('HGET', KEYS[1], 'seq') or '0', entries, fault_for_owner(KEYS[1], ARGV[3])}

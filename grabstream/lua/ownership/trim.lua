@@ -8,10 +8,9 @@
 -- ARGV[6] journal offset after it · ARGV[7] channel of announcements
 -- ARGV[8] term · ARGV[9] owner in force at that offset: of a recovery, not those of the caller
 -- ARGV[10] entries to read at most
--- Returns {seq of the shard, entries, '1' when the shard is incomplete, else '', '1' when acknowledged
---         entries are left, since a call trims a bounded number of them, else ''}: the first three as
---         read_outbox, from the first event after those acknowledged; or the error LOST when the shard has
---         another owner.
+-- Returns {seq of the shard, entries, why the shard needs a takeover or '', '1' when acknowledged entries are
+--         left, since a call trims a bounded number of them, else ''}: the first three as read_outbox, from
+--         the first event after those acknowledged; or the error LOST when the shard has another owner.
 --- @include "shard"
 --- @include "outbox"
 
@@ -21,8 +20,9 @@ if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
   return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
 local seq, wanted = tonumber(ARGV[4]), tonumber(ARGV[10])
-local shard = redis.call('HMGET', KEYS[1], 'seq', 'partial', 'history')
-local history = shard[3] or ''
+local shard = redis.call('HMGET', KEYS[1], 'seq', 'history')
+local history = shard[2] or ''
+local fault = fault_for_owner(KEYS[1], ARGV[3])
 local open = entry_at(seq + 1)
 -- An entry is removed only when its last event is acknowledged: this entry may also hold the first event that
 -- is not acknowledged.
@@ -39,4 +39,4 @@ end
 redis.call('HSET', KEYS[1], 'journaled_seq', ARGV[4], 'journaled_head', ARGV[5], 'journaled_offset', ARGV[6],
   'journaled_term', ARGV[8], 'journaled_owner', ARGV[9])
 redis.call('PUBLISH', ARGV[7], history .. ' ' .. ARGV[4])
-return {shard[1] or '0', entries, shard[2] or '', more and '1' or ''}
+return {shard[1] or '0', entries, fault, more and '1' or ''}

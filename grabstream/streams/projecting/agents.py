@@ -35,6 +35,8 @@ PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
 #: How long an app may take to stop while its process continues; a worker that ends waits less (`worker.py`).
 #: After a minute, Faust treats a service that has not stopped as stopped, so this must be less.
 STOP_SECONDS: Final = 30.0
+#: How long an app that is to stop may take to finish its start first.
+START_SECONDS: Final = 5.0
 STEADY_SECONDS: Final = 30.0
 ENDS_IN_A_ROW_MAX: Final = 60
 PAUSE_SECONDS_MAX: Final = 5.0
@@ -125,6 +127,7 @@ def build_app(
         app.agent(journal, name=f"{prefix}.{projector.name}")(_agent_of(projector))
     running: list[asyncio.Task[None]] = []
     app.projector_tasks = running
+    app.start_task = None
     app.assignment = Assignment(time.monotonic())
 
     @app.task()  # type: ignore[untyped-decorator]
@@ -237,17 +240,23 @@ def _is_servers_fault(app: faust.App, running: "asyncio.Task[None]") -> bool:
 
 
 async def _run(app: faust.App) -> None:
-    await app.start()
+    app.start_task = asyncio.create_task(app.start())
+    # What cancels this stops the app, and `_stop` waits for the start first.
+    await asyncio.shield(app.start_task)
     # Unlike `wait_until_stopped`, it leaves no tasks when it is cancelled.
     await app.wait_first()
 
 
 async def _stop(app: faust.App) -> None:
-    """Stops the app and its projectors. Raises DoesNotStop if Faust, which may wait for a broker without end,
-    has not stopped after STOP_SECONDS, or fails; none of the app's other errors.
+    """Stops the app and its projectors, after its start. Raises DoesNotStop if Faust, which may wait for a
+    broker without end, has not stopped after STOP_SECONDS, or fails; none of the app's other errors.
     """
     for task in app.projector_tasks:
         task.cancel()
+    if app.start_task is not None:
+        # A stop leaves out a thread that has not started yet, and that thread would keep the process.
+        await asyncio.wait({app.start_task}, timeout=START_SECONDS)
+        app.start_task.cancel()
     # Not wait_for: it waits for the task that it has cancelled. Faust may swallow the cancellation, and the
     # read models would stop without a message.
     stopping = asyncio.create_task(app.stop())

@@ -23,6 +23,11 @@ _NUMBER: Final = re.compile(rb"[0-9]{1,16}")
 _OWNER: Final = re.compile(rb"[!-~]{0,64}")
 _HASH: Final = re.compile(rb"(?:[0-9a-f]{2}){32}")
 
+#: Why a shard needs a takeover. `incomplete`: its state does not follow from its events, because it is being
+#: rebuilt, or a script was interrupted while it wrote; `outdated`: its keys have an older layout; `fenced`:
+#: it decides nothing for another reason.
+Fault = Literal["incomplete", "outdated", "fenced", ""]
+
 
 class SteppedDown(Exception):
     """Another owner has the shard now; nothing was damaged."""
@@ -72,13 +77,12 @@ class Outbox(NamedTuple):
     """The shard's seq, and a bounded number of lines after the requested seq, by their entries; reading ends
     before a hole. An entry divided by the requested seq lacks its first lines.
 
-    `incomplete`: the shard's state does not follow from its events, because it is being rebuilt, or a script
-    was interrupted while it wrote.
+    `fault`: why the shard needs a takeover; '' if it needs none.
     """
 
     seq: int
     entries: list[list[OutboxLine]]
-    incomplete: bool
+    fault: Fault
 
     @property
     def lines(self) -> list[OutboxLine]:
@@ -232,4 +236,4 @@ class OwnedShard:
         except DamagedState as error:
             await self.fence(ownership, str(error))
             raise
-        return Outbox(seq_of_shard, entries, bool(reply[2]))
+        return Outbox(seq_of_shard, entries, cast(Fault, reply[2].decode()))

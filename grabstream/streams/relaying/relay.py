@@ -239,9 +239,9 @@ class ShardRelay:
             if not entries and outbox.seq > cursor.seq:
                 # The next takeover reports it.
                 raise SteppedDown(f"the outbox has a hole after seq {cursor.seq}")
-            if not entries and outbox.incomplete:
-                # All its events are journaled: the next takeover rebuilds it.
-                raise SteppedDown("the shard is incomplete")
+            if not entries and outbox.fault:
+                # All its events are journaled: the next takeover rebuilds it, or lets it decide.
+                raise SteppedDown(f"the shard is {outbox.fault}")
             if not entries:
                 self._succeeded()
                 self._duty.is_waiting = True

@@ -351,7 +351,7 @@ class Takeover:
         lost: list[bytes] = []
         while True:
             outbox = await self._shard.read_outbox(ownership, seq)
-            shard_seq, lines, incomplete = outbox.seq, outbox.lines, outbox.incomplete
+            shard_seq, lines, incomplete = outbox.seq, outbox.lines, outbox.fault == "incomplete"
             if not lines:
                 break
             texts = [text for text, _ in lines]

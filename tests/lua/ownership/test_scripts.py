@@ -270,10 +270,10 @@ async def test_a_trim_reads_what_an_owner_would_read_after_it(
         assert await owned.trim_and_read(ownership, cursor) == outbox
     await client.delete(shard.outbox)
     await gate.decide([Resume(id="r", offer="e")], "decided")
-    assert await owned.trim_and_read(ownership, cursor) == Outbox(8, [[(ANY, 1)]], False)
+    assert await owned.trim_and_read(ownership, cursor) == Outbox(8, [[(ANY, 1)]], "")
     await gate.decide([Pause(id="q", offer="e")], "decided")
     await client.xdel(shard.outbox, "8-0")
-    assert await owned.trim_and_read(ownership, cursor) == Outbox(9, [], False)
+    assert await owned.trim_and_read(ownership, cursor) == Outbox(9, [], "")
 
 
 async def test_a_call_with_too_large_a_clock_difference_is_fenced(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from aiokafka.errors import OffsetOutOfRangeError
+from mode.threads import WorkerThread
 
 from grabstream.ops.console.endings import ending_of
 from grabstream.ops.settings import Settings
@@ -203,13 +204,30 @@ async def test_an_app_is_stopped_whatever_the_watchdog_raises(
     assert len(stopped) == 3
 
 
+async def test_an_app_that_is_stopped_while_it_starts_leaves_no_threads(
+    system: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, before, run = asyncio.Event(), threading.active_count(), WorkerThread.run
+    loop = asyncio.get_running_loop()
+
+    def starting(thread: WorkerThread) -> None:
+        loop.call_soon_threadsafe(stop.set)
+        threading.Event().wait(0.5)  # as on a busy machine: the app is told to stop before its thread starts
+        run(thread)
+
+    monkeypatch.setattr(WorkerThread, "run", starting)
+    async with asyncio.timeout(60):
+        await _run(system, stop, ["ledger"])
+    await until(lambda: threading.active_count() <= before, 20, "the end of the app's threads")
+
+
 class _Hangs:
     """An app of Faust that ends unasked, and does not stop."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.projector_tasks: list[Any] = []
         self.assignment = watchdog.Assignment(0.0)
-        self.crash_reason = None
+        self.crash_reason = self.start_task = None
         self._error = error
 
     def finalize(self) -> None:
