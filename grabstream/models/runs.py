@@ -177,12 +177,12 @@ decode_lines = LINES.decode_list
 
 
 #: How the scripts begin a line that is a run.
-_RUN_BEGINS: Final = tuple(b'{"type":"%s","v":%d,' % (tag.encode(), RUN_VERSION) for tag in RUN_TYPES)
+RUN_BEGINS: Final = tuple(b'{"type":"%s","v":%d,' % (tag.encode(), RUN_VERSION) for tag in RUN_TYPES)
 
 
 def is_run(line: bytes) -> bool:
     """Whether a line that a script has written is a run, also of one grab."""
-    return line.startswith(_RUN_BEGINS)
+    return line.startswith(RUN_BEGINS)
 
 
 def singles(event: AnyEvent | AnyRun) -> Sequence[AnyEvent]:

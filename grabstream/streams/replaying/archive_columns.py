@@ -18,7 +18,7 @@ import msgspec
 
 from grabstream.models.events import LineEvent
 from grabstream.models.journal import LINE_BEGINS, Corrupt
-from grabstream.models.runs import LINE_VERSIONS, RUN_TYPES, AnyRun, GrantedRun, HeldRun, is_run
+from grabstream.models.runs import LINE_VERSIONS, RUN_BEGINS, RUN_TYPES, AnyRun, GrantedRun, HeldRun
 
 HASH_BYTES: Final = 32
 
@@ -210,10 +210,10 @@ def _read(text: bytes, lines: Sequence[bytes]) -> dict[str, Any] | None:
     import pyarrow as arrow
     from pyarrow import json
 
-    are_runs = all(map(is_run, lines))
+    are_runs = _lines_that_begin(text, *RUN_BEGINS) == len(lines)
     # Arrow might read a line as two objects, or as none. Every line must begin one, and the numbers of both
     # are compared below.
-    if not (are_runs or all(line.startswith(LINE_BEGINS) for line in lines)):
+    if not (are_runs or _lines_that_begin(text, LINE_BEGINS) == len(lines)):
         return None
     types = _types()
     names = _RUN_FIELDS if are_runs else _FIELDS.keys()
@@ -235,6 +235,11 @@ def _read(text: bytes, lines: Sequence[bytes]) -> dict[str, Any] | None:
         name: read.column(name).combine_chunks() if name in names else arrow.nulls(len(lines), types[kind])
         for name, kind in _FIELDS.items()
     }
+
+
+def _lines_that_begin(text: bytes, *begins: bytes) -> int:
+    """The number of lines that begin with one of some texts, of which none begins with another."""
+    return sum(text.startswith(begin) + text.count(b"\n" + begin) for begin in begins)
 
 
 def _has_current_version(found: dict[str, Any]) -> Any:
