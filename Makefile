@@ -74,7 +74,7 @@ lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, pages 
 	@$(PYTHON) scripts/lint_kubernetes.py
 	@$(PYTHON) -m scripts.generated --check
 	@$(PYTHON) scripts/offer_fields.py --check docs/commands.md
-	@$(PYTHON) scripts/limits.py
+	@$(PYTHON) scripts/bounds.py
 	@$(PYTHON) scripts/metrics.py --check docs/metrics.md
 	@$(PYTHON) scripts/boards.py --check
 	@$(PYTHON) scripts/data_dictionary.py --check docs/data.md

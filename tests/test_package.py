@@ -337,8 +337,10 @@ def example_files(folder: Path) -> list[str]:
     function.
     """
     folder.mkdir()
-    for page in ("README.md", "docs/clients.md", "docs/commands.md", "docs/projection.md", "docs/replay.md"):
-        blocks = re.findall(r"^```python\n(.*?)^```", (PROJECT / page).read_text(), re.MULTILINE | re.DOTALL)
+    for page in ("README", "docs/clients", "docs/commands", "docs/user-projections", "docs/replay"):
+        blocks = re.findall(
+            r"^```python\n(.*?)^```", (PROJECT / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL
+        )
         for number, block in enumerate(blocks):
             (folder / f"{Path(page).stem.lower()}_{number}.py").write_text(block)
     for name in ("service.py", "replay_job.py", "points/points.py"):

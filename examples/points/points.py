@@ -5,7 +5,7 @@ them.
     grabstream follow points:PROJECTION --rebuild  # after a change of the rule: raise `version` first
     psql … -c "SELECT * FROM loyalty.points ORDER BY points DESC"
 
-docs/projection.md lists the rules for `apply`.
+docs/user-projections.md lists the rules for `apply`.
 """
 
 from collections import Counter

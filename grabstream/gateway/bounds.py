@@ -1,4 +1,4 @@
-"""Bounds of the gateway that are not settings. `docs/limits.md` names each with its value."""
+"""Bounds of the gateway that are not settings. `docs/bounds.md` names each with its value."""
 
 from typing import Final
 

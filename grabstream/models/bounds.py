@@ -1,4 +1,4 @@
-"""Bounds of all input and output, and functions that quote input in messages. `docs/limits.md` names
+"""Bounds of all input and output, and functions that quote input in messages. `docs/bounds.md` names
 each with its value.
 
 Bounds of a single field are defined next to the field (`models/offers.py`, `models/commands.py`). This module

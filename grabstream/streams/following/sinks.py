@@ -1,7 +1,7 @@
 """Sinks of `follow`: a user's program stores its results of events there, with the cursor after them.
 
 A sink is an object with two methods (`EventSink`). Rows in PostgreSQL are written by `user_projection.py`;
-`FileSink` writes lines to a file. docs/projection.md has a complete example.
+`FileSink` writes lines to a file. docs/user-projections.md has a complete example.
 """
 
 import asyncio

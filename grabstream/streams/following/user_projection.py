@@ -3,7 +3,7 @@ rebuilds do not touch.
 
 `follow` applies new events to it, each exactly once: rows and cursor move in one transaction. `rebuild`
 builds it again from the first event, next to the one in use, and replaces that in one transaction.
-docs/projection.md is a complete example.
+docs/user-projections.md is a complete example.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""`follow` into sinks: the one that comes with it, which writes a file, and the one of docs/projection.md,
-live, through `kill -9`, and with two processes.
+"""`follow` into sinks: the one that comes with it, which writes a file, and the one of
+docs/user-projections.md, live, through `kill -9`, and with two processes.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ async def test_a_file_has_each_event_once_through_a_kill(system: Settings, tmp_p
 @pytest.mark.long
 async def test_the_sink_of_the_page_counts_each_event_once(system: Settings, tmp_path: Path) -> None:
     """Through a kill, and with a second process on the same store."""
-    page = (ROOT / "docs" / "projection.md").read_text()
+    page = (ROOT / "docs" / "user-projections.md").read_text()
     [code] = [
         code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Spending" in code
     ]

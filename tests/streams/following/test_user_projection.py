@@ -1,5 +1,5 @@
-"""A user projection: runs the code of docs/projection.md unchanged, live, through a kill, in a rebuild, and
-with the test on that page.
+"""A user projection: runs the code of docs/user-projections.md unchanged, live, through a kill, in a rebuild,
+and with the test on that page.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ from tests.support.projecting import rows
 
 pytestmark = pytest.mark.long
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "projection.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "user-projections.md"
 
 
 class Folder:
-    """A folder with the two files of docs/projection.md, with a schema of this test, and `grabstream follow`
-    in it.
+    """A folder with the two files of docs/user-projections.md, with a schema of this test, and
+    `grabstream follow` in it.
     """
 
     def __init__(self, path: Path, settings: Settings) -> None:

@@ -38,7 +38,7 @@ FILE: Final = "file:"
 def follow(projection: str, rebuild: bool, as_json: bool) -> None:
     """Run a projection of your own until Ctrl-C: MODULE:NAME names a grabstream.Projection, or a sink with
     the methods of grabstream.EventSink; file:PATH appends each event to a file as a line, with its cursor in
-    PATH.cursor (docs/projection.md).
+    PATH.cursor (docs/user-projections.md).
 
     The working directory is searched for the module too. Exit code 1: the projection's schema or the file has
     other content, or the journal contradicts itself.

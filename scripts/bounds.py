@@ -1,4 +1,4 @@
-"""Checks docs/limits.md, the page of all bounds: exits 1 unless every number that names a constant equals it,
+"""Checks docs/bounds.md, the page of all bounds: exits 1 unless every number that names a constant equals it,
 every constant that must be in the page is there, and so is the row of every numeric setting.
 
 A number names its constant in a comment after it: `4 MiB<!-- models.bounds.RECORD_BYTES_MAX -->`, or
@@ -82,5 +82,5 @@ def problems(page: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    wrong = list(problems((ROOT / "docs/limits.md").read_text(encoding="utf-8")))
-    sys.exit("\n".join(f"docs/limits.md: {sentence}" for sentence in wrong) or None)
+    wrong = list(problems((ROOT / "docs/bounds.md").read_text(encoding="utf-8")))
+    sys.exit("\n".join(f"docs/bounds.md: {sentence}" for sentence in wrong) or None)

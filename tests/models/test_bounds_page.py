@@ -1,10 +1,10 @@
-"""docs/limits.md agrees with the constants that it names, and names those that it must."""
+"""docs/bounds.md agrees with the constants that it names, and names those that it must."""
 
 import pytest
 
-from scripts.limits import ROOT, problems
+from scripts.bounds import ROOT, problems
 
-PAGE = (ROOT / "docs/limits.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/bounds.md").read_text(encoding="utf-8")
 
 
 def test_page_of_bounds_agrees_with_the_code() -> None:
