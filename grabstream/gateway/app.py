@@ -10,7 +10,7 @@ import asyncio
 import keyword
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -154,9 +154,7 @@ class Application:
                 if operation.kind == kind
             },
         }
-        by_path: dict[str, dict[str, Operation]] = {}
-        for operation in operations:
-            by_path.setdefault(operation.path, {})[operation.method] = operation
+        by_path = _by_path(operations)
         self._grab = by_path[_GRABS]["POST"]
         self._receipt = by_path[_RECEIPTS.decode()]["POST"]
         #: The handlers that need no task.
@@ -499,6 +497,14 @@ class _Place:
                 f"This path supports the methods {self._allow.decode()}.",
                 headers=[(b"allow", self._allow)],
             )
+
+
+def _by_path(operations: Iterable[Operation]) -> dict[str, dict[str, Operation]]:
+    """The operations of each path, by their method."""
+    found: dict[str, dict[str, Operation]] = {}
+    for operation in operations:
+        found.setdefault(operation.path, {})[operation.method] = operation
+    return found
 
 
 def _no_room() -> Problem:

@@ -140,49 +140,16 @@ class Restore:
             open_reader(self._where.kafka, self._events) as events,
         ):
             await use_schema(connection, self._where.schema)
-            plans: list[ShardPlan] = []
             problems: list[str] = []
             delete = (
                 f"delete the topic (`{delete_command(self._where.kafka, self._where.journal)}`), and "
                 "begin again"
             )
-            existing = [
-                version
-                for version in await versions.versions(connection, self._where.schema)
-                if version.projection in PROJECTIONS
+            existing = await self._existing(connection)
+            plans = [
+                await self._shard_plan(connection, events, shard, existing)
+                for shard in range(self._where.shards)
             ]
-            gone = await versions.lost(connection, existing)
-            if any((version.projection, version.state) == ("audit", "live") for version in gone):
-                raise RebuildRefused(
-                    "the tables of the audit trail are gone "
-                    f"({', '.join(version.schema for version in gone)}): restore their backup"
-                )
-            existing = [version for version in existing if version not in gone]
-            for shard in range(self._where.shards):
-                holder = await self._redis.get(self._keys.shard(shard).lease)
-                if holder is not None:
-                    raise RebuildRefused(
-                        f"shard {shard} is relayed by {text_of(holder)}: stop the workers first"
-                    )
-                version_cursors = [
-                    await _load_cursor(connection, version, shard)
-                    for version in existing
-                    if version.state != "discarded"
-                ]
-                [end] = [
-                    cursor
-                    for version, cursor in version_cursors
-                    if (version.projection, version.state) == ("audit", "live")
-                ]
-                checkpoint, published = (
-                    await self._checkpoint(shard),
-                    await self._published(events, shard, end),
-                )
-                plans.append(
-                    ShardPlan(
-                        shard, end, tuple(version_cursors), checkpoint, published, acknowledged=checkpoint.seq
-                    )
-                )
             if self._accept_loss:
                 plans = _accepting_loss(plans)
             for index, plan in enumerate(plans):
@@ -206,6 +173,41 @@ class Restore:
                 "the journal cannot be restored without losing events:\n  " + "\n  ".join(problems)
             )
         return plans
+
+    async def _existing(self, connection: AsyncConnection[Any]) -> list[Version]:
+        """The versions of read models that have tables. Raises RebuildRefused if the audit trail has none."""
+        existing = [
+            version
+            for version in await versions.versions(connection, self._where.schema)
+            if version.projection in PROJECTIONS
+        ]
+        gone = await versions.lost(connection, existing)
+        if any((version.projection, version.state) == ("audit", "live") for version in gone):
+            raise RebuildRefused(
+                "the tables of the audit trail are gone "
+                f"({', '.join(version.schema for version in gone)}): restore their backup"
+            )
+        return [version for version in existing if version not in gone]
+
+    async def _shard_plan(
+        self, connection: AsyncConnection[Any], events: JournalReader, shard: int, existing: Sequence[Version]
+    ) -> ShardPlan:
+        """The state of a shard, before what is to be restored is known. Raises RebuildRefused while a worker
+        relays it.
+        """
+        holder = await self._redis.get(self._keys.shard(shard).lease)
+        if holder is not None:
+            raise RebuildRefused(f"shard {shard} is relayed by {text_of(holder)}: stop the workers first")
+        cursors = [
+            await _load_cursor(connection, version, shard)
+            for version in existing
+            if version.state != "discarded"
+        ]
+        [end] = [
+            cursor for version, cursor in cursors if (version.projection, version.state) == ("audit", "live")
+        ]
+        checkpoint, published = await self._checkpoint(shard), await self._published(events, shard, end)
+        return ShardPlan(shard, end, tuple(cursors), checkpoint, published, acknowledged=checkpoint.seq)
 
     async def _published(self, reader: JournalReader, shard: int, end: Cursor) -> Cursor:
         """The cursor of the events topic. If the topic is empty, the audit trail's end, so that nothing is
