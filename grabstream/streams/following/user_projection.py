@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import aclosing
 from typing import Any, Final, NamedTuple, NoReturn
 
 import psycopg
@@ -381,13 +380,16 @@ async def _catch_up(
     positions, events = await cursors.load(connection, name), 0
 
     async def save(group: Group) -> None:
+        nonlocal events
         try:
             await write(connection, name, schema, group.moves, group.facts, building.apply)
         except Misbehaves as error:
             raise CannotRun(f"{name}: {error}; none of these rows were written") from None
         positions.update((shard, after) for shard, (_, after) in group.moves.items())
+        events += (found := events_in(group.facts))
+        report(group.read, found)
 
-    follower = Follower(save, positions.__getitem__)
+    follower = Follower(save)
     async with open_reader(system.kafka, Topics(system.prefix).journal) as reader:
         source = JournalSource(reader, None)
         while True:
@@ -395,11 +397,6 @@ async def _catch_up(
             records = sum(end - positions[shard].next_offset for shard, end in ends.items())
             expect(records)
             for shard, end in ends.items():
-                async with aclosing(source.chunks(shard, Start(positions[shard], end))) as chunks:
-                    async for chunk in chunks:
-                        await follower.take(chunk)
-                        events += (found := events_in(chunk.facts))
-                        report(chunk.read, found)
-                await follower.flush()
+                await follower.follow(source.chunks(shard, Start(positions[shard], end)))
             if records <= LEFT_RECORDS_MAX:
                 return events

@@ -1,21 +1,24 @@
 """Following a journal: records are verified by a cursor, and the results of their events are written in the
 transaction that moves the cursor.
 
-`Follower` does that for its driver: projectors with records of Faust, replays and rebuilds with what a source
-has read.
+`Follower` does that for its driver: projectors with records of Faust; replays, rebuilds, webhooks and sinks
+with what a source has read.
 """
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
 from typing import Final, NamedTuple, NoReturn
 
 import msgspec
 
-from grabstream.models.journal import Block, Corrupt, Cursor, Headers
+from grabstream.models.journal import Block, Corrupt, Cursor, Gap, Headers
 from grabstream.models.runs import LINES, AnyLine, LineDecoder
 from grabstream.projections.cursors import CursorMoved, Fact, facts_of, follow
+from grabstream.runtime.ending import end
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
@@ -131,7 +134,7 @@ class Group:
 
     def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
         self.chunks: dict[int, list[Chunk]] = {}
-        self.seqs = 0
+        self.seqs = self.lines = self.read = 0
         for chunk in chunks:
             self.add(chunk)
 
@@ -139,6 +142,8 @@ class Group:
         """Adds a chunk, which follows those of its shard."""
         self.chunks.setdefault(chunk.shard, []).append(chunk)
         self.seqs += chunk.after.seq - chunk.before.seq
+        self.lines += len(chunk.facts)
+        self.read += chunk.read
 
     @property
     def moves(self) -> dict[int, tuple[Cursor, Cursor]]:
@@ -153,29 +158,31 @@ class Group:
 
 class Follower:
     """Gathers chunks, and hands groups of them on to `save`, which writes them and their cursors, all or
-    nothing. `position` has the cursor of a shard without waiting chunks.
+    nothing. A group is full with `events_max` events, or with `lines_max` lines.
 
-    An error of `save` loses the group: its chunks are read again from the cursors that are stored.
+    An error of `save` loses the chunks taken: they are read again from the cursors that are stored.
     """
 
     def __init__(
         self,
         save: Callable[[Group], Awaitable[None]],
-        position: Callable[[int], Cursor],
+        events_max: int = GROUP_EVENTS_MAX,
+        lines_max: float = math.inf,
     ) -> None:
         self._save = save
-        self._position = position
+        self._events_max = events_max
+        self._lines_max = lines_max
         self._group = Group()
 
-    def cursor(self, shard: int) -> Cursor:
-        """The cursor after the chunks taken of a shard."""
+    def cursor(self, shard: int) -> Cursor | None:
+        """The cursor after the waiting chunks of a shard; None if none are waiting."""
         chunks = self._group.chunks.get(shard)
-        return chunks[-1].after if chunks else self._position(shard)
+        return chunks[-1].after if chunks else None
 
     async def take(self, chunk: Chunk) -> None:
         """Takes a chunk that follows the cursor; saves when the group is full."""
         self._group.add(chunk)
-        if self._group.seqs >= GROUP_EVENTS_MAX:
+        if self._is_full(self._group):
             await self.flush()
 
     async def flush(self) -> None:
@@ -183,6 +190,44 @@ class Follower:
         group, self._group = self._group, Group()
         if group.chunks:
             await self._save(group)
+
+    async def follow(self, chunks: AsyncGenerator[Chunk, None], events: float = math.inf) -> None:
+        """Saves the chunks of a source up to its end, or until they have `events` events or somewhat more.
+        The next group is read while one is saved. If the journal contradicts itself, the chunks before are
+        saved, and then Corrupt or Gap is raised.
+        """
+        async with aclosing(self._groups(chunks, events)) as groups:
+            reading = asyncio.ensure_future(anext(groups, None))
+            try:
+                while (group := await reading) is not None:
+                    reading = asyncio.ensure_future(anext(groups, None))
+                    await self._save(group)
+            finally:
+                await end([reading])
+
+    async def _groups(
+        self, chunks: AsyncGenerator[Chunk, None], events: float
+    ) -> AsyncGenerator[Group, None]:
+        group, contradiction = Group(), None
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    group.add(chunk)
+                    events -= chunk.after.seq - chunk.before.seq
+                    if events <= 0:
+                        break
+                    if self._is_full(group):
+                        yield group
+                        group = Group()
+        except (Corrupt, Gap) as error:
+            contradiction = error
+        if group.chunks:
+            yield group
+        if contradiction is not None:
+            raise contradiction
+
+    def _is_full(self, group: Group) -> bool:
+        return group.seqs >= self._events_max or group.lines >= self._lines_max
 
 
 async def _always() -> bool:

@@ -349,7 +349,7 @@ class Projector:
     # -- records ---------------------------------------------------------------------------------------------
 
     async def _process(self, items: Sequence[JournalRecord | CatchUp], reader: JournalReader) -> None:
-        follower = Follower(self._write, self._position)
+        follower = Follower(self._write)
         for item in items:
             if self._is_paused(item.shard):
                 continue
@@ -363,7 +363,8 @@ class Projector:
         self, follower: Follower, shard: int, to_offset: int, reader: JournalReader
     ) -> None:
         """Reads the records between the cursor and an offset from the journal."""
-        async for records in reader.read(shard, follower.cursor(shard).next_offset, to_offset):
+        cursor = follower.cursor(shard) or self._position(shard)
+        async for records in reader.read(shard, cursor.next_offset, to_offset):
             for record in records:
                 await self._follow(follower, record)
 
@@ -371,7 +372,7 @@ class Projector:
         """Takes the events of a record; stops its shard if the record contradicts the cursor."""
         if self._is_paused(record.shard):
             return
-        cursor = follower.cursor(record.shard)
+        cursor = follower.cursor(record.shard) or self._position(record.shard)
         if record.offset < cursor.next_offset:
             return
         try:

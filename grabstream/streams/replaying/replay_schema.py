@@ -133,7 +133,7 @@ class SchemaSink:
     def __init__(self, connection: AsyncConnection[Any], positions: dict[int, Cursor]) -> None:
         self.positions = positions
         self._connection = connection
-        self._follower = Follower(self._save, positions.__getitem__)
+        self._follower = Follower(self._save)
 
     async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> int:
         """Takes events, and returns how many; commits when enough are waiting."""

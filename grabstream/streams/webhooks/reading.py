@@ -8,7 +8,7 @@ less; the others continue.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -133,8 +133,9 @@ class Reader:
         the audit trail), it is read from its beginning up to the cursor's event, whose hash must be the same.
         Returns whether it has reached the end.
         """
-        last_seq, is_placed = cursor.seq + SLICE_EVENTS, await self._confirms(reader, shard, cursor)
+        is_placed = await self._confirms(reader, shard, cursor)
         start = Start(cursor if is_placed else Cursor(), journal_end)
+        chunks = JournalSource(reader, None).chunks(shard, start, aside)
 
         async def save(group: Group) -> None:
             nonlocal cursor
@@ -142,42 +143,19 @@ class Reader:
             await self._move(shard, cursor, after, group.facts, webhooks)
             self._confirmed[shard] = cursor = after
 
-        async def read() -> None:
-            nonlocal is_placed
-            async with aclosing(JournalSource(reader, None).chunks(shard, start, aside)) as chunks:
-                async for chunk in chunks:
-                    before = follower.cursor(shard)
-                    if chunk.after.seq < before.seq:
-                        continue
-                    if not is_placed and _head_at(chunk, before.seq) != before.head:
-                        raise Corrupt(f"the journal has another event at seq {before.seq}")
-                    is_placed = True
-                    facts = [fact for fact in chunk.facts if fact.event.last_seq > before.seq]
-                    await follower.take(chunk._replace(before=before, facts=facts))
-                    if chunk.after.seq >= last_seq:
-                        break
-            if not is_placed:
-                raise Gap(f"the journal ends before seq {cursor.seq}")
-
-        follower = Follower(save, lambda _: cursor)
-        contradiction: Exception | None = None
         try:
-            try:
-                await read()
-            except (Corrupt, Gap) as error:
-                contradiction = error
-            # Events read before a contradiction are sent.
-            await follower.flush()
+            await Follower(save).follow(chunks_after(cursor, chunks, is_placed), SLICE_EVENTS)
         except CursorMoved as moved:
             log.info("%s; reading it again", moved)
-            return False
-        if contradiction is None:
+        except (Corrupt, Gap) as error:
+            log.error(
+                "webhooks, shard %d: the journal contradicts the cursor at seq %d: %s; no event after it is "
+                "sent",
+                shard, cursor.seq, error,
+            )  # fmt: skip
+            self._rests_until[shard] = time.monotonic() + REST_SECONDS
+        else:
             return cursor.next_offset >= journal_end
-        log.error(
-            "webhooks, shard %d: the journal contradicts the cursor at seq %d: %s; no event after it is sent",
-            shard, cursor.seq, contradiction,
-        )  # fmt: skip
-        self._rests_until[shard] = time.monotonic() + REST_SECONDS
         return False
 
     async def _confirms(self, reader: JournalReader, shard: int, cursor: Cursor) -> bool:
@@ -252,16 +230,43 @@ class Reader:
         """
         start = await source.start(shard, Point(at=webhook.from_ms))
         stored: Cursor | None = None
-        async with aclosing(source.chunks(shard, start, aside)) as chunks:
-            async for chunk in chunks:
-                if stored is not None and chunk.after <= stored:
-                    continue
-                if self._is_full(webhook.webhook):
-                    return
-                await self._move(shard, stored, chunk.after, chunk.facts, [webhook])
-                stored = chunk.after
+
+        async def save(group: Group) -> None:
+            nonlocal stored
+            _, after = group.moves[shard]
+            await self._move(shard, stored, after, group.facts, [webhook])
+            stored = after
+
+        chunks = source.chunks(shard, start, aside)
+        new = chunks_after(None, chunks, is_enough=lambda: self._is_full(webhook.webhook))
+        # When it is full, one more group has been read: with the last one, a slice.
+        await Follower(save, SLICE_EVENTS // 2).follow(new)
         if stored is None:
             await self._move(shard, None, start.proved or start.cursor, [], [webhook])
+
+
+async def chunks_after(
+    cursor: Cursor | None, chunks: AsyncGenerator[Chunk, None], is_placed: bool = True,
+    is_enough: Callable[[], bool] = lambda: False,
+) -> AsyncGenerator[Chunk, None]:  # fmt: skip
+    """The chunks after a cursor (None: all), until `is_enough` after one of them. The source may start, or
+    start again, before the cursor. Unless `is_placed`, it must have the cursor's hash; raises Corrupt or Gap.
+    """
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if cursor is not None:
+                if chunk.after.seq < cursor.seq:
+                    continue
+                if not is_placed and _head_at(chunk, cursor.seq) != cursor.head:
+                    raise Corrupt(f"the journal has another event at seq {cursor.seq}")
+                facts = [fact for fact in chunk.facts if fact.event.last_seq > cursor.seq]
+                chunk = chunk._replace(before=cursor, facts=facts)
+            cursor, is_placed = chunk.after, True
+            yield chunk
+            if is_enough():
+                return
+    if cursor is not None and not is_placed:
+        raise Gap(f"the journal ends before seq {cursor.seq}")
 
 
 def _head_at(chunk: Chunk, seq: int) -> bytes:

@@ -2,16 +2,21 @@
 
 import asyncio
 import logging
+import math
+from collections.abc import AsyncGenerator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from aiokafka.errors import KafkaConnectionError
 
-from grabstream.models.journal import Cursor
-from grabstream.projections.cursors import CursorMoved
+from grabstream.models.journal import Cursor, Gap
+from grabstream.models.runs import decode_line
+from grabstream.projections.cursors import CursorMoved, facts_of
 from grabstream.streams.clients import Trouble
 from grabstream.streams.projecting import follower
 from grabstream.streams.projecting.follower import Chunk, Follower, Group, poll_journal
+from tests.support.projecting import opened
 
 
 def chunk(shard: int, first: int, last: int) -> Chunk:
@@ -34,14 +39,13 @@ class Store:
         self.cursors.update((shard, after) for shard, (_, after) in group.moves.items())
 
 
-async def test_a_group_is_saved_when_it_is_full_and_at_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower, "GROUP_EVENTS_MAX", 10)
+async def test_a_group_is_saved_when_it_is_full_and_at_a_flush() -> None:
     store = Store()
-    following = Follower(store.save, store.cursors.__getitem__)
+    following = Follower(store.save, 10)
     for part in (chunk(0, 1, 4), chunk(1, 1, 5), chunk(0, 5, 5), chunk(0, 6, 6)):
-        assert following.cursor(part.shard) == part.before
+        assert (following.cursor(part.shard) or store.cursors[part.shard]) == part.before
         await following.take(part)
-        assert following.cursor(part.shard) == part.after
+        assert (following.cursor(part.shard) or store.cursors[part.shard]) == part.after
     assert store.saved == [{0: (0, 5), 1: (0, 5)}]
     await following.flush()
     await following.flush()
@@ -50,15 +54,67 @@ async def test_a_group_is_saved_when_it_is_full_and_at_a_flush(monkeypatch: pyte
 
 async def test_a_group_that_was_not_saved_is_read_again_from_the_stored_cursors() -> None:
     store = Store()
-    following = Follower(store.save, store.cursors.__getitem__)
+    following = Follower(store.save)
     await following.take(chunk(0, 1, 4))
     store.error = ValueError("of the store")
     with pytest.raises(ValueError, match="of the store"):
         await following.flush()
-    assert following.cursor(0) == Cursor()
+    assert following.cursor(0) is None
     store.error = None
     await following.flush()
     assert store.saved == []
+
+
+async def source_of(*items: Chunk | Exception) -> AsyncGenerator[Chunk, None]:
+    """A source with these chunks, up to an error."""
+    for item in items:
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+async def test_a_group_of_a_source_has_a_number_of_events_or_of_lines() -> None:
+    """A transaction of a load has many events of runs, but only so many lines: these need the memory."""
+    facts = facts_of([b""], [b""], [decode_line(opened("e", 1))])
+    lines_to = {9: 1, 18: 1, 20: 2, 21: 1, 22: 1, 26: 4, 56: 9, 57: 1}
+    chunks = [
+        chunk(0, before + 1, last)._replace(facts=facts * lines_to[last])
+        for before, last in pairwise([0, *lines_to])
+    ]
+    for events, ends in ((math.inf, [18, 22, 26, 56, 57]), (21, [18, 21])):
+        store = Store()
+        await Follower(store.save, 18, 4).follow(source_of(*chunks), events)
+        assert store.saved == [{0: move} for move in pairwise([0, *ends])]
+
+
+async def test_the_next_group_of_a_source_is_read_while_one_is_saved() -> None:
+    """If the one is not saved, the next one is not either, and the source is closed."""
+    saved, steps, is_read = list[Group](), list[str](), asyncio.Event()
+
+    async def chunks() -> AsyncGenerator[Chunk, None]:
+        try:
+            yield chunk(0, 1, 4)
+            is_read.set()
+            yield chunk(0, 5, 8)
+        finally:
+            steps.append("closed")
+
+    async def save(group: Group) -> None:
+        saved.append(group)
+        await is_read.wait()
+        raise ValueError("of the store")
+
+    async with asyncio.timeout(10):
+        with pytest.raises(ValueError, match="of the store"):
+            await Follower(save, 4).follow(chunks())
+    assert (len(saved), steps) == (1, ["closed"])
+
+
+async def test_chunks_before_a_contradiction_are_saved() -> None:
+    store = Store()
+    with pytest.raises(Gap, match="of the source"):
+        await Follower(store.save).follow(source_of(chunk(0, 1, 4), Gap("of the source")))
+    assert store.saved == [{0: (0, 4)}]
 
 
 class Away:

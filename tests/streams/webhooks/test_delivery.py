@@ -4,7 +4,7 @@ not answer. Real Kafka, PostgreSQL and HTTP; short pauses in place of long ones.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from email.utils import formatdate
@@ -17,16 +17,19 @@ from standardwebhooks.webhooks import Webhook as Verifier
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.models.events import PaymentRefundDue, encode_event
 from grabstream.models.journal import Cursor
+from grabstream.models.runs import decode_line
 from grabstream.ops.settings import Settings
-from grabstream.projections.cursors import CursorMoved
+from grabstream.projections.cursors import CursorMoved, facts_of
 from grabstream.projections.database.sessions import session_name
 from grabstream.projections.records import webhooks as records
 from grabstream.projections.records.webhooks import Webhook
 from grabstream.streams.projecting import follower
+from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, create_topics
 from grabstream.streams.webhooks import reading, role, sending
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
+from grabstream.streams.webhooks.reading import chunks_after
 from grabstream.streams.webhooks.role import Webhooks
 from grabstream.streams.webhooks.sending import DeliveryOutcome, Limits
 from tests.conftest import until
@@ -759,23 +762,39 @@ async def test_another_history_is_never_sent(
     assert seqs(receiver) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("is_new", [True, False])
 async def test_what_is_read_before_a_contradiction_is_sent(
-    hooks: Hooks, journal: JournalWriter, receiver: Receiver, caplog: pytest.LogCaptureFixture
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver, caplog: pytest.LogCaptureFixture, is_new: bool
 ) -> None:
     """It is read together with the record that contradicts it."""
     lines = lines_of(*["e"] * 6)
     await journal.marker(1, "a")
     await journal.block(lines, 1, 2)
     await hooks.add("one", receiver.url)
-    async with hooks.delivering():
-        await got(receiver, 2)
-        await until(hooks.is_idle, 10, "an empty queue")
+    if not is_new:
+        async with hooks.delivering():
+            await got(receiver, 2)
+            await until(hooks.is_idle, 10, "an empty queue")
     await journal.block(lines, 3, 4)
     await journal.block(lines, 6, 6)
     async with hooks.delivering():
         await got(receiver, 4)
         await until(lambda: "contradicts the cursor at seq 4" in caplog.text, 10, "it is logged")
     assert seqs(receiver) == [1, 2, 3, 4]
+
+
+async def test_a_new_subscription_gets_no_event_twice_when_its_source_starts_again() -> None:
+    """The source reads from the beginning when the audit trail does not vouch for its next records."""
+
+    async def chunks() -> AsyncGenerator[Chunk, None]:
+        for first, last in ((5, 6), (1, 4), (5, 6), (7, 8)):
+            yield Chunk(SHARD, Cursor(first - 1), Cursor(last), facts[first - 1 : last], 1)
+
+    lines = lines_of(*["e"] * 8)
+    facts = facts_of(lines, [b""] * 8, [decode_line(line) for line in lines])
+    new = [chunk async for chunk in chunks_after(None, chunks())]
+    assert [fact.event.seq for chunk in new for fact in chunk.facts] == [5, 6, 7, 8]
+    assert [chunk.before for chunk in new[1:]] == [chunk.after for chunk in new[:-1]]
 
 
 async def test_a_cursor_that_another_process_moved_at_a_contradiction_is_read_again(
