@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import aclosing
 from typing import Final
 
 from grabstream.models.journal import Cursor
@@ -12,10 +11,9 @@ from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import single_facts
 from grabstream.streams.clients import Trouble
 from grabstream.streams.following.sinks import EventSink, SinkDamaged
-from grabstream.streams.history.chunks import gathered
 from grabstream.streams.history.sources import JournalSource, Start
 from grabstream.streams.journal import JournalReader
-from grabstream.streams.projecting.follower import poll_journal
+from grabstream.streams.projecting.follower import Follower, Group, poll_journal
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -67,25 +65,27 @@ async def _hand_on(
     step: Callable[[str], None], report: Callable[[int, int], None],
 ) -> str | None:  # fmt: skip
     """Hands on what is new in each shard; returns the cursor that the sink has stored."""
-    source = JournalSource(reader, None)
     ends = await reader.ends(range(settings.shards))
+
+    async def save(group: Group) -> None:
+        nonlocal stored
+        [(shard, (_, position))] = group.moves.items()
+        # The cursor of a program may stand within a run of grabs.
+        taken = cursor.seq(shard)
+        facts = [fact for fact in single_facts(group.facts) if fact.event.seq > taken]
+        cursor.move(shard, position.seq, position)
+        if facts:
+            after = cursor.encode()
+            await sink.apply(facts, stored, after)
+            stored = after
+            step("sink.applied")
+        report(len(facts), _records_left(ends, cursor))
+
+    source, follower = JournalSource(reader, None), Follower(save, BATCH_SEQS)
     for shard, end in ends.items():
         position = cursor.positions().get(shard, Cursor())
-        if end <= position.next_offset:
-            continue
-        read = gathered(source.chunks(shard, Start(position, end)), BATCH_SEQS)
-        async with aclosing(read) as chunks:
-            async for chunk in chunks:
-                # The cursor of a program may stand within a run of grabs.
-                taken = cursor.seq(shard)
-                facts = [fact for fact in single_facts(chunk.facts) if fact.event.seq > taken]
-                cursor.move(shard, chunk.after.seq, chunk.after)
-                if facts:
-                    after = cursor.encode()
-                    await sink.apply(facts, stored, after)
-                    stored = after
-                    step("sink.applied")
-                report(len(facts), _records_left(ends, cursor))
+        if end > position.next_offset:
+            await follower.follow(source.chunks(shard, Start(position, end)))
     return stored
 
 

@@ -1,7 +1,5 @@
 """Streams of chunks of history, and the points at which a stretch begins and ends."""
 
-import asyncio
-import math
 from bisect import bisect_right
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -10,7 +8,6 @@ from typing import NamedTuple
 from grabstream.models.events import AnyEvent
 from grabstream.models.runs import AnyRun
 from grabstream.projections.cursors import Fact
-from grabstream.runtime.ending import end
 from grabstream.streams.projecting.follower import Chunk
 
 
@@ -62,47 +59,3 @@ async def up_to(chunks: AsyncGenerator[Chunk, None], last: Point | None) -> Asyn
             )
             yield chunk._replace(facts=facts[:count], after=after)
             return
-
-
-async def gathered(
-    chunks: AsyncGenerator[Chunk, None], events: int, lines: float = math.inf
-) -> AsyncGenerator[Chunk, None]:
-    """The chunks of a shard, joined to chunks of at least `events` seqs, or `lines` lines, each; the last may
-    be smaller.
-    """
-    facts: list[Fact] = []
-    joined: Chunk | None = None
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            facts.extend(chunk.facts)
-            before, read = (joined.before, joined.read) if joined else (chunk.before, 0)
-            joined = Chunk(chunk.shard, before, chunk.after, facts, read + chunk.read)
-            if chunk.after.seq - joined.before.seq >= events or len(facts) >= lines:
-                yield joined
-                facts, joined = [], None
-    if joined is not None:
-        yield joined
-
-
-async def read_ahead(chunks: AsyncGenerator[Chunk, None], depth: int) -> AsyncGenerator[Chunk, None]:
-    """The same chunks; up to `depth` chunks are read and decoded while the caller writes an earlier one."""
-    queue: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(depth)
-
-    async def fill() -> None:
-        try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    await queue.put(chunk)
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    filling = asyncio.create_task(fill())
-    try:
-        while (item := await queue.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            yield item
-    finally:
-        await end([filling])

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 import psycopg
@@ -36,9 +36,8 @@ from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.projections.versions import Version
-from grabstream.streams.history.chunks import gathered, read_ahead
 from grabstream.streams.history.stores import Store
-from grabstream.streams.projecting.follower import Chunk
+from grabstream.streams.projecting.follower import GROUP_EVENTS_MAX, Follower, Group
 from grabstream.streams.rebuilding.loading import deal, in_processes
 from grabstream.streams.rebuilding.reading import RebuildRefused, RebuildSource, Servers, open_rebuild_source
 from grabstream.streams.rebuilding.switching import Busy, Switch, cursors_of
@@ -46,10 +45,8 @@ from grabstream.streams.rebuilding.switching import Busy, Switch, cursors_of
 log = logging.getLogger(__name__)
 
 #: What is loaded in one transaction: so many events, or fewer where each has a line of its own.
-CHUNK_EVENTS: Final = 50_000
-CHUNK_LINES: Final = 10_000
-FOLLOW_EVENTS: Final = 2_000
-CHUNKS_AHEAD: Final = 1
+LOAD_EVENTS: Final = 50_000
+LOAD_LINES: Final = 10_000
 #: So many events are loaded first, to see how long the others will take.
 SAMPLE_EVENTS: Final = 50_000
 #: Where loading the others needs less processor time here, processes save no more than their start takes,
@@ -254,7 +251,7 @@ class Rebuild:
     async def _load_here(
         self, source: RebuildSource, targets: Mapping[int, Cursor], events_max: float = math.inf
     ) -> None:
-        await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading", events_max)
+        await self._carry(source, targets, self._model.load, LOAD_EVENTS, "loading", events_max)
 
     async def _load_in_processes(
         self, source: RebuildSource, targets: Mapping[int, Cursor], hands: list[list[int]]
@@ -314,63 +311,54 @@ class Rebuild:
     async def _follow(
         self, source: RebuildSource, targets: Mapping[int, Cursor], frozen: bool = False
     ) -> None:
-        await self._carry(source, targets, self._model.apply, FOLLOW_EVENTS, "following", frozen=frozen)
+        await self._carry(source, targets, self._model.apply, GROUP_EVENTS_MAX, "following", frozen=frozen)
 
     async def _carry(
         self,
         source: RebuildSource,
         targets: Mapping[int, Cursor],
         apply: Apply,
-        chunk_events: int,
+        group_events: int,
         step: str,
         events_max: float = math.inf,
         frozen: bool = False,
     ) -> None:
-        """Brings every shard from its cursor to its target, one chunk per transaction, until `events_max` or
+        """Brings every shard from its cursor to its target, one group per transaction, until `events_max` or
         somewhat more events are written.
         """
         began, done = time.monotonic(), sum(cursor.seq for cursor in self._cursors.values())
-        total = max(sum(target.seq for target in targets.values()), done)
-        first = done
+        first, total = done, max(sum(target.seq for target in targets.values()), done)
         skipped = await source.set_aside()
+
+        async def save(group: Group) -> None:
+            nonlocal done
+            await self._write(group, apply, frozen, skipped)
+            done += group.seqs
+            rate = (done - first) / max(time.monotonic() - began, 1e-6)
+            self._report(RebuildProgress(step, done, max(total, done), rate))
+
+        follower = Follower(save, group_events, LOAD_LINES)
         for shard, target in targets.items():
-            if (
-                self._cursors[shard].next_offset >= target.next_offset
-                and self._cursors[shard].seq >= target.seq
-            ):
-                continue
-            chunks = gathered(
-                source.chunks(shard, self._cursors[shard], target, skipped), chunk_events, CHUNK_LINES
-            )
-            async with aclosing(read_ahead(chunks, CHUNKS_AHEAD)) as read:
-                async for chunk in read:
-                    passed = _between(skipped, shard, self._cursors[shard], chunk.after)
-                    await self._write(chunk, apply, frozen, passed)
-                    done += chunk.after.seq - chunk.before.seq
-                    self._report(
-                        RebuildProgress(
-                            step, done, max(total, done), (done - first) / max(time.monotonic() - began, 1e-6)
-                        )
-                    )
-                    if done - first >= events_max:
-                        return
+            cursor, left = self._cursors[shard], first + events_max - done
+            if left > 0 and (cursor.next_offset < target.next_offset or cursor.seq < target.seq):
+                await follower.follow(source.chunks(shard, cursor, target, skipped), left)
 
     async def _write(
-        self, chunk: Chunk, apply: Apply, frozen: bool, skipped: Sequence[SetAsideRecord]
+        self, group: Group, apply: Apply, frozen: bool, skipped: Sequence[SetAsideRecord]
     ) -> None:
-        shard, after = chunk.shard, chunk.after
+        [(shard, (_, after))] = group.moves.items()
+        before, facts = self._cursors[shard], group.facts
         try:
             async with self._writer.transaction():
                 if apply is self._model.apply:
                     await plan_by_keys(self._writer, local=True)
-                moves = {shard: (self._cursors[shard], after)}
-                await cursors.write(self._writer, self._projection, moves, chunk.facts, apply, frozen)
-                if skipped:
-                    await set_aside.carry_over(self._writer, skipped)
+                moves = {shard: (before, after)}
+                await cursors.write(self._writer, self._projection, moves, facts, apply, frozen)
+                if passed := _between(skipped, shard, before, after):
+                    await set_aside.carry_over(self._writer, passed)
         except (psycopg.IntegrityError, psycopg.DataError) as error:
             raise RebuildRefused(
-                f"shard {shard}, seq {self._cursors[shard].seq + 1} to {after.seq}: PostgreSQL refuses its "
-                f"events: {error}"
+                f"shard {shard}, seq {before.seq + 1} to {after.seq}: PostgreSQL refuses its events: {error}"
             ) from None
         self._cursors[shard] = after
         self._step("rebuild.committed")

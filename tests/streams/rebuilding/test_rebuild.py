@@ -8,22 +8,18 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from psycopg import AsyncConnection, IsolationLevel, sql
 
-from grabstream.models.journal import Cursor
-from grabstream.models.runs import decode_line
 from grabstream.ops.connections.opening import where_of
 from grabstream.ops.settings import Settings, child_environment, load_settings
-from grabstream.projections.cursors import facts_of, load
+from grabstream.projections.cursors import load
 from grabstream.projections.database.sessions import session_name
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version, use_version, versions
-from grabstream.streams.history.chunks import gathered
-from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.rebuilding import rebuild
 from grabstream.streams.rebuilding.loading import deal, in_processes
@@ -38,7 +34,6 @@ from tests.support.projecting import (
     SHARD,
     JournalWriter,
     journal,  # noqa: F401 - a fixture
-    opened,
     rows,
     running,
     until_at_seq,
@@ -453,23 +448,6 @@ async def test_an_idle_worker_writes_the_new_version_after_a_switch(
 def test_deal_gives_processes_about_equal_numbers_of_events() -> None:
     assert deal({0: 5, 1: 9, 2: 4, 3: 1}, 2) == [[1, 3], [0, 2]]
     assert deal({0: 5}, 4) == [[0]]
-
-
-async def test_chunks_are_gathered_to_a_number_of_events_or_of_lines() -> None:
-    """A transaction of a load has many events of runs, but only so many lines: these need the memory."""
-
-    async def of_sizes(sizes: list[tuple[int, int]]) -> AsyncGenerator[Chunk, None]:
-        cursor = Cursor()
-        for seqs, lines in sizes:
-            after = cursor._replace(seq=cursor.seq + seqs)
-            yield Chunk(0, cursor, after, facts[:lines], 1)
-            cursor = after
-
-    facts = facts_of([b""] * 9, [b""] * 9, [decode_line(opened("e", 1))] * 9)
-    chunks = of_sizes([(9, 1), (9, 1), (2, 2), (1, 1), (1, 1), (4, 4), (30, 9), (1, 1)])
-    joined = [chunk async for chunk in gathered(chunks, 18, 4)]
-    ends = [(chunk.before.seq, chunk.after.seq, len(chunk.facts), chunk.read) for chunk in joined]
-    assert ends == [(0, 18, 2, 2), (18, 22, 4, 3), (22, 26, 4, 1), (26, 56, 9, 1), (56, 57, 1, 1)]
 
 
 @pytest.mark.long
