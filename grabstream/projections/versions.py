@@ -56,7 +56,7 @@ class Version(NamedTuple):
     """A row of `read_models`: state `building`, `live`, `previous` or `discarded`; phase `loading`,
     `following` or `agreed`.
 
-    `keeps_set_aside`: it was built without the records that operators had set aside.
+    `skips_set_aside`: it was built without the records that operators had set aside.
     """
 
     projection: str
@@ -66,7 +66,7 @@ class Version(NamedTuple):
     state: str
     source: str
     phase: str
-    keeps_set_aside: bool = False
+    skips_set_aside: bool = False
 
 
 async def versions(
@@ -74,7 +74,7 @@ async def versions(
 ) -> list[Version]:
     """All versions, in order of projection and number; raises NoReadModel if the system has no tables yet."""
     query = sql.SQL(
-        "SELECT projection, version, schema, definition, state, source, phase, keeps_set_aside FROM {} "
+        "SELECT projection, version, schema, definition, state, source, phase, skips_set_aside FROM {} "
         "WHERE %(projection)s::text IS NULL OR projection = %(projection)s ORDER BY projection, version"
     ).format(sql.Identifier(schema, "read_models"))
     try:
@@ -190,7 +190,7 @@ async def create(
     projection: str,
     shards: int,
     source: str = "journal",
-    keeps_set_aside: bool = False,
+    skips_set_aside: bool = False,
 ) -> Version:
     """Creates an empty version with this code's definition, without constraints, in the caller's transaction.
     The connection uses it afterwards.
@@ -205,11 +205,11 @@ async def create(
         "building",
         source,
         "loading",
-        keeps_set_aside,
+        skips_set_aside,
     )
     await connection.execute(
         sql.SQL(
-            "INSERT INTO {} (projection, version, schema, definition, state, source, phase, keeps_set_aside) "
+            "INSERT INTO {} (projection, version, schema, definition, state, source, phase, skips_set_aside) "
             "VALUES (%s, %s, %s, %s, %s, %s, %s, %s)"
         ).format(sql.Identifier(schema, "read_models")),
         made,

@@ -402,11 +402,11 @@ async def test_tables_of_an_older_release_need_init(
     an unknown error.
     """
     table = f"{settings.schema_}.read_models"
-    await connection.execute(f"ALTER TABLE {table} DROP COLUMN keeps_set_aside".encode())
+    await connection.execute(f"ALTER TABLE {table} DROP COLUMN skips_set_aside".encode())
     with pytest.raises(
         versions.NoReadModel, match="or read models of an older release: run `grabstream init`"
     ):
         await versions.use_read_model(connection, settings.schema_, "ledger")
     await connection.execute(
-        f"ALTER TABLE {table} ADD COLUMN keeps_set_aside boolean NOT NULL DEFAULT false".encode()
+        f"ALTER TABLE {table} ADD COLUMN skips_set_aside boolean NOT NULL DEFAULT false".encode()
     )

@@ -49,7 +49,7 @@ CREATE TABLE read_models (
     made_at timestamptz NOT NULL DEFAULT now(),
     shown_at timestamptz,
     -- Whether it was built without the records that operators had set aside, instead of with them.
-    keeps_set_aside boolean NOT NULL DEFAULT false,
+    skips_set_aside boolean NOT NULL DEFAULT false,
     PRIMARY KEY (projection, version)
 );
 CREATE UNIQUE INDEX read_models_state ON read_models (projection, state) WHERE state <> 'discarded';

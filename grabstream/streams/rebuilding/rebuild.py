@@ -111,13 +111,13 @@ class Rebuild:
         """Whether the tables of a version are gone."""
         return bool(await versions.lost(self._control, [version]))
 
-    async def begun(self, source: str, keeps_set_aside: bool) -> Version | None:
+    async def begun(self, source: str, skips_set_aside: bool) -> Version | None:
         """An unfinished build that can be resumed: of this code's definition, from the same source."""
         version = await versions.in_state(self._control, self._where.schema, self._projection, "building")
-        wanted = (definition_of(self._projection).number, source, keeps_set_aside)
+        wanted = (definition_of(self._projection).number, source, skips_set_aside)
         if (
             version is None
-            or (version.definition, version.source, version.keeps_set_aside) != wanted
+            or (version.definition, version.source, version.skips_set_aside) != wanted
             or await self.is_lost(version)
         ):
             return None
@@ -144,8 +144,8 @@ class Rebuild:
         it.
         """
         await versions.sweep(self._control, self._where.schema, self._projection)
-        keeps = source.skips_set_aside
-        building = await self.begun(source.name, keeps) or await self._begin(source.name, keeps)
+        skips = source.skips_set_aside
+        building = await self.begun(source.name, skips) or await self._begin(source.name, skips)
         await self._use(building)
         try:
             if building.phase == "loading":
@@ -153,7 +153,7 @@ class Rebuild:
                 building = await self._finish(building)
             await self._follow(source, await self._live_cursors())
         except RebuildRefused as error:
-            lacking = 0 if keeps else len(await self.set_aside())
+            lacking = 0 if skips else len(await self.set_aside())
             if not lacking:
                 raise
             records = (
@@ -162,7 +162,7 @@ class Rebuild:
                 else f"{lacking} records were set aside that are"
             )
             raise RebuildRefused(
-                f"{error}. For the live version, {records} read again now: --keep-set-aside skips them"
+                f"{error}. For the live version, {records} read again now: --skip-set-aside skips them"
             ) from None
         return building
 
@@ -201,11 +201,11 @@ class Rebuild:
     async def _live_cursors(self) -> dict[int, Cursor]:
         return await self._cursors_of(await self.live())
 
-    async def _begin(self, source: str, keeps_set_aside: bool) -> Version:
+    async def _begin(self, source: str, skips_set_aside: bool) -> Version:
         stale = await versions.in_state(self._control, self._where.schema, self._projection, "building")
         if stale is not None:
             log.warning(
-                "%s was begun with another definition, from another source, with another --keep-set-aside, "
+                "%s was begun with another definition, from another source, with another --skip-set-aside, "
                 "or its tables are gone: starting again",
                 stale.schema,
             )
@@ -217,7 +217,7 @@ class Rebuild:
                 self._projection,
                 self._where.shards,
                 source,
-                keeps_set_aside,
+                skips_set_aside,
             )
 
     async def _use(self, version: Version) -> None:
@@ -508,11 +508,11 @@ def _in_words(cursor: Cursor) -> str:
 
 
 async def load_part(
-    where: Servers, projection: str, source_name: str, keeps_set_aside: bool, archive: Store | None,
+    where: Servers, projection: str, source_name: str, skips_set_aside: bool, archive: Store | None,
     targets: Mapping[int, Cursor], step: Step
 ) -> None:  # fmt: skip
     """Loads some shards in a separate process, for a rebuild that another process controls and reports."""
-    past = projection if keeps_set_aside else None
+    past = projection if skips_set_aside else None
     async with (
         _connections(where) as (control, writer),
         open_rebuild_source(source_name, where, past, archive) as source,

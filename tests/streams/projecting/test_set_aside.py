@@ -291,8 +291,8 @@ async def test_a_rebuild_skips_records_set_aside_on_request(system: Settings, jo
         for name in names:
             code, said = await call_json(system, "rebuild", name)
             assert code == 1
-            assert "--keep-set-aside" in said, (name, said)
-            code, done = await call_json(system, "rebuild", name, "--keep-set-aside")
+            assert "--skip-set-aside" in said, (name, said)
+            code, done = await call_json(system, "rebuild", name, "--skip-set-aside")
             assert (code, done["refused"]) == (0, False), done
         assert await contents(system) == shown
         assert sorted(of_list(await call_json(system, "set-aside", "list"))) == listed
@@ -300,7 +300,7 @@ async def test_a_rebuild_skips_records_set_aside_on_request(system: Settings, jo
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
         await until_at_seq(system, 10)
-    code, done = await call_json(system, "rebuild", "ledger", "--from", "audit", "--keep-set-aside")
+    code, done = await call_json(system, "rebuild", "ledger", "--from", "audit", "--skip-set-aside")
     assert code == 1
     assert "seq 5 is missing" in done
     # Redis has no state of this journal.
@@ -327,7 +327,7 @@ async def test_a_rebuild_from_the_audit_trail_keeps_set_aside_records_under_a_ne
         for name in ("ledger", "audit"):
             await until_at_seq(system, 5, name)
     before = await rows(system, "SELECT * FROM transfers ORDER BY seq")
-    from_audit = ("ledger", "--from", "audit", "--keep-set-aside")
+    from_audit = ("ledger", "--from", "audit", "--skip-set-aside")
     for words in (
         ("build", *from_audit),
         ("compare", "ledger"),

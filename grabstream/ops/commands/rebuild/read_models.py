@@ -59,14 +59,14 @@ def _source_options(command: Callable[..., None]) -> Callable[..., None]:
     )  # fmt: skip
     @archive_option
     @click.option(
-        "--keep-set-aside",
+        "--skip-set-aside",
         is_flag=True,
         help="Skip the records that operators have set aside, instead of reading them again.",
     )
     @functools.wraps(command)
-    def with_source(source: str, archive: Path | str | None, keep_set_aside: bool, **rest: Any) -> None:
+    def with_source(source: str, archive: Path | str | None, skip_set_aside: bool, **rest: Any) -> None:
         require_archive("--from", source, archive)
-        command(source=EventSource(source, archive, keep_set_aside), **rest)
+        command(source=EventSource(source, archive, skip_set_aside), **rest)
 
     return with_source
 

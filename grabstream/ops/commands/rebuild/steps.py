@@ -184,7 +184,7 @@ class ModelRebuild(NamedTuple):
         building = await self._in_state("building")
         if building is None:
             lacking = f"{self.projection} has no new version"
-        elif await self.control.begun(building.source, building.keeps_set_aside) is None:
+        elif await self.control.begun(building.source, building.skips_set_aside) is None:
             lacking = f"{building.schema} has another definition, or its tables are gone"
         elif building.phase == "loading":
             lacking = f"{building.schema} is not complete"
@@ -205,7 +205,7 @@ class ModelRebuild(NamedTuple):
         building = await self._complete()
         if building.source != "audit":
             await check_system(self.settings)
-        source = EventSource(building.source, None, building.keeps_set_aside)
+        source = EventSource(building.source, None, building.skips_set_aside)
         async with self._events(source) as events:
             yield events, await self.control.build(events)
 
@@ -215,7 +215,7 @@ class ModelRebuild(NamedTuple):
         undeclared = [difference.table for difference in tables if difference.undeclared]
         if not undeclared:
             return self._result("", new=new, difference=tables)
-        set_aside = [] if new.keeps_set_aside else await self.control.set_aside()
+        set_aside = [] if new.skips_set_aside else await self.control.set_aside()
         return self._result(
             f"refused: rows of {', '.join(undeclared)} differ, see above",
             new=new, refused=True, difference=tables, set_aside=[record.in_words() for record in set_aside],
