@@ -3,7 +3,7 @@
 import { now } from "./api.js";
 import { amount, count, local, unit } from "./format.js";
 
-const PERIODS = { hour: "an hour", day: "a day", week: "a week", offer: "in all", campaign: "in all" };
+const PERIODS = { hour: "an hour", day: "a day", week: "a week", offer: "in all" };
 
 function limit(problem) {
   const reached = problem.limit;
