@@ -33,16 +33,26 @@ def test_no_file_is_a_symbolic_link() -> None:
     assert [line for line in listed if line.startswith("120000 ")] == []
 
 
+def begun_with(source: str) -> list[tuple[int, str | None]]:
+    """(line, first argument) of every program of Python that a source text begins; None: it is no literal."""
+    begun = []
+    for node in ast.walk(ast.parse(source)):
+        words = getattr(node, "elts", None) or getattr(node, "args", None)
+        for place, word in enumerate(words if isinstance(words, list) else ()):
+            if ast.unparse(word) == "sys.executable":
+                first = words[place + 1] if place + 1 < len(words) else None
+                begun.append((word.lineno, getattr(first, "value", None)))
+    return begun
+
+
 def test_own_processes_import_no_modules_of_their_working_directory() -> None:
     """They have the credentials of the system: `-P` keeps the directory out of the search path."""
-    begun = [
-        line
-        for file in (PROJECT / "grabstream").rglob("*.py")
-        for line in file.read_text().splitlines()
-        if "sys.executable," in line and '"-m"' in line
-    ]
-    assert len(begun) >= 4
-    assert [line for line in begun if 'sys.executable, "-P", "-m"' not in line] == []
+    sources = {file: file.read_text() for file in (PROJECT / "grabstream").rglob("*.py")}
+    begun = [(str(file), *one) for file, source in sources.items() for one in begun_with(source)]
+    assert len(begun) == sum(source.count("sys.executable") for source in sources.values()) >= 4
+    assert [one for one in begun if one[-1] != "-P"] == []
+    broken = 'run(\n    [\n        sys.executable,\n        "-m", "grabstream.ops.cli",\n    ]\n)'
+    assert [*begun_with(broken), *begun_with('run(sys.executable, "-P", words)')] == [(3, "-m"), (1, "-P")]
 
 
 PYPROJECT: Final = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
