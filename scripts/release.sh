@@ -34,6 +34,7 @@ SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) "$temporary/build/bin/pip" wheel --
 "$temporary/venv/bin/grabstream" --version
 .venv/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-reproducible \
     --of JSON -o "dist/grabstream-$version.cdx.json" "$python"
-.venv/bin/python scripts/licences.py "dist/grabstream-$version.cdx.json" >dist/licences.md
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+.venv/bin/python scripts/licences.py "dist/grabstream-$version.cdx.json" "$packages" >dist/licences.md
 (cd dist && sha256sum -- * >SHA256SUMS)
 cat dist/SHA256SUMS
