@@ -15,6 +15,7 @@ from psycopg.errors import DivisionByZero
 from grabstream.ops.settings import Settings
 from grabstream.projections import versions
 from grabstream.projections.database import migrate as migrate_module
+from grabstream.projections.database.grants import Grant, give, grants_of
 from grabstream.projections.database.migrate import (
     EarlierForm,
     drop_statement,
@@ -76,7 +77,11 @@ async def test_a_version_that_is_shown_gets_the_grants_of_the_one_before(
 ) -> None:
     """Otherwise workers with the least rights could not write it, until somebody grants them again."""
     main = settings.schema_
-    for what in ("USAGE ON SCHEMA {}", "SELECT, INSERT ON {}.transfers_1", "SELECT ON {}.projection_cursors"):
+    await connection.execute(f'ALTER TABLE {main}_ledger_1.accounts_1 ADD COLUMN "their own" text'.encode())
+    for what in (
+        "USAGE ON SCHEMA {}", "SELECT, INSERT ON {}.transfers_1", "SELECT ON {}.projection_cursors",
+        'SELECT (asset, "their own"), UPDATE (asset) ON {}.accounts_1',
+    ):  # fmt: skip
         await connection.execute(f"GRANT {what.format(f'{main}_ledger_1')} TO PUBLIC".encode())
     async with connection.transaction():
         made = await versions.create(connection, main, "ledger", settings.shards)
@@ -88,9 +93,33 @@ async def test_a_version_that_is_shown_gets_the_grants_of_the_one_before(
           for table, right in (("transfers_1", "SELECT"), ("transfers_1", "INSERT"),
                                ("projection_cursors", "SELECT"), ("transfers_1", "UPDATE"),
                                ("accounts_1", "SELECT"))),
+        *(f"has_column_privilege('public', '{made.schema}.accounts_1', '{column}', '{right}')"
+          for column, right in (("asset", "SELECT"), ("asset", "UPDATE"), ("posted", "SELECT"))),
     ]  # fmt: skip
     found = await connection.execute(f"SELECT {', '.join(rights)}".encode())
-    assert await found.fetchone() == (True, True, True, True, False, False)
+    assert await found.fetchone() == (True, True, True, True, False, False, True, True, False)
+
+
+async def test_grants_on_columns_of_a_view_are_given_to_its_successor(
+    connection: AsyncConnection[Any], settings: Settings
+) -> None:
+    """Except for columns that it no longer has."""
+    main = settings.schema_
+    await use_schema(connection, main)
+    for statement in (
+        'CREATE VIEW mine AS SELECT 1 AS "The sum", 2 AS gone, 3 AS secret',
+        'GRANT SELECT ("The sum", gone) ON mine TO pg_monitor WITH GRANT OPTION',
+        "GRANT INSERT ON mine TO PUBLIC",
+    ):
+        await connection.execute(statement.encode())
+    granted = await grants_of(connection, main, "mine")
+    for statement in ("DROP VIEW mine", 'CREATE VIEW mine AS SELECT 3 AS secret, 1 AS "The sum"'):
+        await connection.execute(statement.encode())
+    await give(connection, main, "mine", granted)
+    assert await grants_of(connection, main, "mine") == [
+        Grant("PUBLIC", "INSERT", False),
+        Grant("pg_monitor", "SELECT", True, "The sum"),
+    ]
 
 
 async def test_new_system_has_the_definitions_of_the_code_and_no_migration_writes_them_again(
