@@ -184,7 +184,8 @@ async def check_system(
 
 
 async def mixed_systems(settings: Settings, seconds: float = 8.0) -> OtherSystem | None:
-    """The error when the settings mix two systems, or None when no server reports that within `seconds`.
+    """The error when the settings mix two systems, or None when no server reports that within `seconds`, or
+    this login may not read to which system the schema belongs.
 
     For verbs that show the problem instead of ending with it.
     """
@@ -194,6 +195,8 @@ async def mixed_systems(settings: Settings, seconds: float = 8.0) -> OtherSystem
                 await check_system(settings, journal=journal)
         except OtherSystem as error:
             return error
+        except psycopg.errors.InsufficientPrivilege:
+            break
         except (KafkaError, OSError, BadSettings):
             continue  # Kafka is down, or has no such topic yet: ask the other servers without it
         else:

@@ -312,7 +312,9 @@ def _run_checks(readings: Readings, servers: dict[str, str | None]) -> Examinati
     if readings.unmet is not None:
         unread.add("postgres")
     for check in CHECKS:
-        if unread & set(check.needs) or (is_other and check.name != SYSTEM_CHECK):
+        # PostgreSQL names the system; another server may still show that the settings name a second one.
+        needs = {"postgres"} if check.name == SYSTEM_CHECK and readings.mixed_up is None else check.needs
+        if unread.intersection(needs) or (is_other and check.name != SYSTEM_CHECK):
             not_checked.append(check.name)
             continue
         check_findings = check.run(readings)

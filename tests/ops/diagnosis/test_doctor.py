@@ -14,6 +14,7 @@ import redis as sync_redis
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from psycopg.conninfo import make_conninfo
 from pydantic import SecretStr
 
 from grabstream.lua import loader
@@ -24,6 +25,7 @@ from grabstream.models.bounds import quoted
 from grabstream.models.commands import Grab, Open
 from grabstream.models.journal import Cursor, parse_block
 from grabstream.models.offers import StockTerms
+from grabstream.ops.commands.read.status import read as read_status
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.diagnosis import books, core, machine, topics
 from grabstream.ops.diagnosis.books import BookReadings, LostDecisions
@@ -38,8 +40,10 @@ from grabstream.ops.diagnosis.examination import (
 )
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, spans
 from grabstream.ops.diagnosis.topics import Partition, TopicReadings
-from grabstream.ops.settings import Settings
+from grabstream.ops.grants import postgres_statements
+from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.checking import verified
+from grabstream.projections.database.sessions import connect
 from grabstream.streams.clients import started
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, delete_command, retention_ms
@@ -130,6 +134,36 @@ async def test_a_server_without_answer_does_not_hide_findings_about_the_others(s
         assert shown.returncode == 3, shown.stderr
         assert "does not answer" in shown.stdout
         assert f"correct GRAB_{setting.upper()}" in shown.stdout
+
+
+async def test_a_login_that_may_not_read_the_tables_is_examined_without_their_checks(
+    system: Settings,
+) -> None:
+    """The role `reader` of `grabstream grants` reads views only."""
+    schema, role = system.schema_, f"{system.prefix}_reader"
+    async with await connect(load_settings().postgres, schema) as connection:
+        statements = await postgres_statements(connection, schema, system.prefix)
+        for statement in statements:
+            # Sessions of other tests change the rights on the database too.
+            if " ON DATABASE " not in statement:
+                await connection.execute(statement.encode())
+        login = system.model_copy(update={"postgres": make_conninfo(system.postgres, user=role)})
+        try:
+            examination, status = await examine(login), await read_status(login)
+            shown = grabstream("doctor", **env_of(login))
+        finally:
+            for name in (role, f"{system.prefix}_writer"):
+                await connection.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"'.encode())
+    assert "this login may not ask: InsufficientPrivilege" in (examination.servers["postgres"] or "")
+    assert [server for server, problem in examination.servers.items() if problem] == ["postgres"]
+    assert examination.not_checked == [
+        check.name for check in CHECKS if "postgres" in check.needs or check.name == SYSTEM_CHECK
+    ]
+    assert findings_of(examination, "shards are relayed")
+    assert (shown.returncode, shown.stderr) == (3, "")
+    assert "PostgreSQL cannot be examined" in shown.stdout
+    assert "permission denied" in status["servers"].pop("postgres")
+    assert status["servers"] == {"redis": None, "kafka": None}
 
 
 # -- what stops ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import msgspec
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection, OperationalError, sql
-from psycopg.errors import UndefinedTable
+from psycopg.errors import InsufficientPrivilege, UndefinedTable
 from psycopg.rows import dict_row
 from redis.exceptions import RedisError
 from rich.markup import escape
@@ -90,7 +90,9 @@ async def read(settings: Settings) -> dict[str, Any]:
     for name, ask in (("kafka", _kafka), ("postgres", _postgres), ("redis", _redis)):
         try:
             await ask(settings, readings)
-        except (RedisError, KafkaError, OperationalError, OSError, ConditionNotMet) as error:
+        except (
+            RedisError, KafkaError, OperationalError, InsufficientPrivilege, OSError, ConditionNotMet,
+        ) as error:  # fmt: skip
             readings["servers"][name] = in_words(error)
             if name == "postgres":
                 readings |= dict.fromkeys(_BOOK_READINGS)
