@@ -6,8 +6,9 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
+from grabstream.models.events import AnyEvent
 from grabstream.models.journal import Accepted
-from grabstream.models.runs import AnyLine
+from grabstream.models.runs import AnyRun
 from grabstream.ops.verification.checks import Problems
 from grabstream.projections.checking.trail import COLUMNS, Row, row_of, row_read
 from grabstream.projections.records.set_aside import SetAsideRecord
@@ -54,7 +55,7 @@ class AuditTrail:
             self._next = None
         return None
 
-    async def compare(self, accepted: Accepted, event: AnyLine) -> None:
+    async def compare(self, accepted: Accepted, event: AnyEvent | AnyRun) -> None:
         """Compares the next line of the journal with its row."""
         first_seq = accepted.seq - event.seqs + 1
         row = await self._row_from(first_seq)

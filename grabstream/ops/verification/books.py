@@ -9,7 +9,7 @@ import msgspec
 from psycopg import AsyncConnection
 
 from grabstream.models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap
-from grabstream.models.runs import AnyLine, decode_line
+from grabstream.models.runs import decode_line
 from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.audit_trail import AuditTrail
@@ -109,15 +109,15 @@ class BooksComparison:
         async with aclosing(audit.rows):
             try:
                 async with aclosing(self._records(shard)) as records:
-                    async for offset, cursor, events in records:
+                    async for offset, cursor, events, facts in records:
                         if offset is None:
                             positions.archived(cursor, events)
                         else:
                             positions.after(offset, cursor, events)
-                        for accepted, event in zip(events, _decoded(events), strict=True):
+                        for accepted, fact in zip(events, facts, strict=True):
                             if self._against is not None:
                                 self._against.take(shard, accepted.seq, accepted.hash)
-                            await self._event(shard, accepted, event, audit)
+                            await self._event(shard, accepted, fact, audit)
                             last = accepted
                         self._report_progress(cursor.seq)
                 self._require_end(shard, cursor)
@@ -175,10 +175,12 @@ class BooksComparison:
 
     async def _records(
         self, shard: int
-    ) -> AsyncGenerator[tuple[int | None, Cursor, Sequence[Accepted]], None]:
-        """Yields each record's offset, the cursor after it, and its accepted events; first those of the
-        archive, if there is one, without an offset. A corrupt record that operators have set aside is
-        skipped.
+    ) -> AsyncGenerator[
+        tuple[int | None, Cursor, Sequence[Accepted], Sequence[Fact | msgspec.DecodeError]], None
+    ]:
+        """Yields each record's offset, the cursor after it, its accepted events, and these decoded; first
+        those of the archive, if there is one, without an offset. A corrupt record that operators have set
+        aside is skipped.
         """
         past = {record.journal_offset: record.after for record in self.aside if record.shard == shard}
         cursor = Cursor()
@@ -189,10 +191,11 @@ class BooksComparison:
                         None,
                         chunk.after,
                         [Accepted(fact.event.last_seq, fact.line, fact.hash) for fact in chunk.facts],
+                        chunk.facts,
                     )
             cursor = self._archive.end(shard)
             if cursor.next_offset:
-                yield cursor.next_offset - 1, cursor, ()
+                yield cursor.next_offset - 1, cursor, (), ()
         offset, beginning = cursor.next_offset, await self._reader.beginning(shard)
         if beginning > offset:
             raise Gap(
@@ -214,7 +217,7 @@ class BooksComparison:
                         if record.offset not in past:
                             raise
                         cursor, accepted = past[record.offset], ()
-                    yield record.offset, cursor, accepted
+                    yield record.offset, cursor, accepted, _decoded(accepted)
 
     def _fed(self, cursor: Cursor, record: JournalRecord) -> tuple[Cursor, Sequence[Accepted]]:
         """The cursor after a record, and its accepted events; raises Corrupt or Gap with the record's
@@ -233,16 +236,16 @@ class BooksComparison:
             raise type(error)(where + str(error)) from None
 
     async def _event(
-        self, shard: int, accepted: Accepted, event: AnyLine | msgspec.DecodeError, audit: AuditTrail
+        self, shard: int, accepted: Accepted, fact: Fact | msgspec.DecodeError, audit: AuditTrail
     ) -> None:
-        if isinstance(event, msgspec.DecodeError):
+        if isinstance(fact, msgspec.DecodeError):
             self._events += 1
             if not all(self._lacks(name, shard, accepted.seq) for name in PROJECTIONS):
-                raise event
+                raise fact
             return
         if not self._lacks("audit", shard, accepted.seq):
-            await audit.compare(accepted, event)
-        await self._fold(shard, Fact(accepted.line, accepted.hash, event, transfers_of(event)))
+            await audit.compare(accepted, fact.event)
+        await self._fold(shard, fact)
 
     def _lacks(self, name: str, shard: int, seq: int) -> bool:
         """Whether operators set an event aside for a read model."""
@@ -357,12 +360,13 @@ class BooksComparison:
         self._report("reading the journal", done, max(done, sum(of.seq for of in self.shards.values())))
 
 
-def _decoded(events: Sequence[Accepted]) -> list[AnyLine | msgspec.DecodeError]:
-    """Each event, or the error with its seq when it cannot be decoded."""
-    decoded: list[AnyLine | msgspec.DecodeError] = []
+def _decoded(events: Sequence[Accepted]) -> list[Fact | msgspec.DecodeError]:
+    """Each event as a fact, or the error with its seq when it cannot be decoded."""
+    decoded: list[Fact | msgspec.DecodeError] = []
     for accepted in events:
         try:
-            decoded.append(decode_line(accepted.line))
+            event = decode_line(accepted.line)
+            decoded.append(Fact(accepted.line, accepted.hash, event, transfers_of(event)))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             text = str(error)
             decoded.append(

@@ -5,8 +5,9 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
+from grabstream.models.events import AnyEvent
 from grabstream.models.journal import GENESIS
-from grabstream.models.runs import AnyLine
+from grabstream.models.runs import AnyRun
 
 
 class Row(NamedTuple):
@@ -39,7 +40,7 @@ COLUMNS: Final = ", ".join(Row._fields)
 _NO_END: Final = 2**63 - 1
 
 
-def row_of(event: AnyLine, body: str, hash: bytes) -> Row:
+def row_of(event: AnyEvent | AnyRun, body: str, hash: bytes) -> Row:
     """The row that a line must have."""
     return Row(event.seq, event.offer, str(event.__struct_config__.tag), event.at, body, hash, event.seqs)
 

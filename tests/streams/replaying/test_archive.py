@@ -30,6 +30,7 @@ from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import decode_line
 from grabstream.ops.commands.rebuild.export import _size
 from grabstream.ops.settings import child_environment
+from grabstream.ops.verification import books
 from grabstream.ops.verification.verifying import verify
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import CatchUp
@@ -383,9 +384,14 @@ async def test_a_journal_that_has_lost_its_end_is_named_beside_an_archive_too(
         return await end_of(reader, shard) // 2
 
     monkeypatch.setattr(JournalReader, "end", half)
+    decoded: list[bytes] = []
+    monkeypatch.setattr(books, "decode_line", lambda line: decoded.append(line) or decode_line(line))
     for archive in (None, system.store(folder)):
+        decoded.clear()
         checks = {check.name: check for check in await verify(system, 0, quick=True, archive=archive)}
         assert "the journal has lost its end" in "; ".join(checks["chain of every shard"].problems)
+        # Lines of an archive were decoded when they were read from it.
+        assert bool(decoded) is (archive is None)
 
 
 @pytest.mark.long
