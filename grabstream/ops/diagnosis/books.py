@@ -34,6 +34,8 @@ from grabstream.projections.versions import (
     versions,
     writable_version,
 )
+from grabstream.streams.history.archive_source import open_archive_of_journal
+from grabstream.streams.history.stores import Store
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.journal_keys import journal_keys, lacking
 from grabstream.streams.projecting.publisher import event_source, newest_cursor
@@ -325,7 +327,6 @@ def journal_lost(
     }
     if not lost:
         return []
-    journal, command = Topics(settings.prefix).journal, RESTORE
     means = (
         "read models get no new events of these shards; a shard stops deciding as soon as its relay has "
         "compared it with the journal"
@@ -339,12 +340,62 @@ def journal_lost(
                 f"; before the restore, let the audit trail read the rest of {shard_list(unread)} "
                 "(`grabstream worker --roles project`)"
             )
-        command = f"{delete_command(settings.kafka, journal)} && {RESTORE}"
     what = (
         f"{shard_list(lost)}: Kafka has lost {counted(sum(lost.values()), 'events')} that the read models or "
-        f"Redis have: {journal} ends before them"
+        f"Redis have: {Topics(settings.prefix).journal} ends before them"
     )
-    return [Finding("stuck", what, means, command)]
+    return [Finding("stuck", what, means, _restore_command(last_seqs, settings))]
+
+
+def _restore_command(last_seqs: Mapping[int, int], settings: Settings) -> str:
+    """The command that restores the journal, whose last seqs are these."""
+    if not any(last_seqs.values()):
+        return RESTORE
+    return f"{delete_command(settings.kafka, Topics(settings.prefix).journal)} && {RESTORE}"
+
+
+class ArchiveReadings(NamedTuple):
+    """The cursors after the lines of an archive, and the offsets at which the journal ends, by shard. `name`
+    is how messages name the archive.
+    """
+
+    name: str
+    ends: Mapping[int, Cursor]
+    journal_ends: Mapping[int, int]
+
+
+async def read_archive(settings: Settings, store: Store, consumer: AIOKafkaConsumer) -> ArchiveReadings:
+    """Raises BadArchive like `open_archive_of_journal`."""
+    journal, shards = Topics(settings.prefix).journal, range(settings.shards)
+    archive = await open_archive_of_journal(
+        store, settings.prefix, settings.shards, settings.brokers, journal
+    )
+    ends = {shard: archive.end(shard) for shard in shards}
+    return ArchiveReadings(str(store), ends, await JournalReader(consumer, journal).ends(shards))
+
+
+def archived_lost(
+    archive: ArchiveReadings, last_seqs: Mapping[int, int], readings: BookReadings, settings: Settings
+) -> list[Finding]:
+    """Lines of an archive that Kafka no longer has."""
+    lost = {
+        shard: cursor.seq
+        for shard, cursor in archive.ends.items()
+        if archive.journal_ends[shard] < cursor.next_offset
+    }
+    if not lost:
+        return []
+    audit = readings.positions.get("audit", {})
+    lacking = [shard for shard, seq in lost.items() if shard not in audit or audit[shard].seq < seq]
+    means = "no export continues this archive; after a restore, export into a new one, and keep this one"
+    if lacking:
+        means += (
+            f": it alone has the last events of {shard_list(lacking)}, which the audit trail lacks. The "
+            "restore gives them up: recover the disks of Kafka instead, if you can"
+        )
+    journal = Topics(settings.prefix).journal
+    what = f"{shard_list(lost)}: {journal} has lost its end: {archive.name} has further lines"
+    return [Finding("stuck", what, means, _restore_command(last_seqs, settings))]
 
 
 def models_of_another_release(readings: BookReadings, settings: Settings) -> list[Finding]:

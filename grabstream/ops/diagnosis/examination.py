@@ -27,7 +27,7 @@ from grabstream.ops.connections.preconditions import (
 )
 from grabstream.ops.connections.worker_reports import WorkerReport, players
 from grabstream.ops.diagnosis import books, core, hooks, machine, seal_keys, topics
-from grabstream.ops.diagnosis.books import BookReadings, Jump
+from grabstream.ops.diagnosis.books import ArchiveReadings, BookReadings, Jump
 from grabstream.ops.diagnosis.core import CoreReadings
 from grabstream.ops.diagnosis.findings import Finding
 from grabstream.ops.diagnosis.seal_keys import SealKeyReadings
@@ -37,6 +37,7 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
+from grabstream.streams.history.stores import Store
 
 #: How long the examination waits for a server.
 SERVER_SECONDS_MAX: Final = 15.0
@@ -68,6 +69,8 @@ class Readings(NamedTuple):
     mixed_up: OtherSystem | None = None
     #: The condition that PostgreSQL does not meet; its tables are not read then.
     unmet: Unmet | None = None
+    #: The archive that the examination was given.
+    archive: ArchiveReadings | None = None
 
 
 class Check(NamedTuple):
@@ -148,7 +151,11 @@ def _journal_lost(readings: Readings) -> list[Finding]:
         return []
     shards = readings.core.shards if readings.core else ()
     acknowledged = {shard.number: int(shard.fields["journaled_seq"] or 0) for shard in shards}
-    return books.journal_lost(readings.last_seqs, acknowledged, readings.books, readings.settings)
+    known = readings.last_seqs, readings.books, readings.settings
+    return [
+        *books.journal_lost(readings.last_seqs, acknowledged, readings.books, readings.settings),
+        *(books.archived_lost(readings.archive, *known) if readings.archive else ()),
+    ]
 
 
 def _lagging(readings: Readings) -> list[Finding]:
@@ -266,9 +273,10 @@ CHECKS: Final = (
 )
 
 
-async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
+async def examine(settings: Settings, clock: Clock = now_ms, archive: Store | None = None) -> Examination:
     """Reads all servers at once and runs every check. `clock` returns this machine's time in ms. A server
-    that does not answer is part of the result, not an error.
+    that does not answer is part of the result, not an error. The journal is also compared with an `archive`;
+    raises BadArchive if that is damaged, or of another system.
     """
     read: tuple[tuple[str, Callable[[Settings, Clock], Awaitable[Any]]], ...] = (
         ("redis", _read_core),
@@ -287,14 +295,18 @@ async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
     lags: dict[str, list[Lag]] | None = None
     last_seqs: dict[int, int] | None = {} if topic_readings else None
     jumps: list[Jump] | None = None
+    archived: ArchiveReadings | None = None
     if topic_readings and book_readings and topic_readings.partitions.get(f"{settings.prefix}.journal"):
         journal_readings, problem = await _ask(_read_journal(settings, book_readings))
         lags, jumps, last_seqs = journal_readings or (None, None, None)
         servers["kafka"] = servers["kafka"] or problem
+        if archive is not None and mixed_up is None:
+            archived, problem = await _ask(_read_archive(settings, archive))
+            servers["kafka"] = servers["kafka"] or problem
     return _run_checks(
         Readings(
             settings, clock(), core_readings, topic_readings, book_readings, lags, last_seqs, jumps, mixed_up,
-            unmet,
+            unmet, archived,
         ),
         servers,
     )  # fmt: skip
@@ -410,6 +422,11 @@ async def _read_journal(
             jumps,
             await books.read_last_seqs(settings, book_readings.positions.get("audit", {}), consumer),
         )
+
+
+async def _read_archive(settings: Settings, archive: Store) -> ArchiveReadings:
+    async with started(_consumer(settings)) as consumer:
+        return await books.read_archive(settings, archive, consumer)
 
 
 def _consumer(settings: Settings) -> AIOKafkaConsumer:

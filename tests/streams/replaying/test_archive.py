@@ -29,6 +29,7 @@ from grabstream.models.events import GrabConfirmed, GrabGranted, GrabHeld, decod
 from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import decode_line
 from grabstream.ops.commands.rebuild.export import _size
+from grabstream.ops.diagnosis.examination import JOURNAL_CHECK, examine
 from grabstream.ops.settings import child_environment
 from grabstream.ops.verification import books
 from grabstream.ops.verification.verifying import verify
@@ -42,6 +43,7 @@ from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import make_system, some_by_tier, until, wait_until
 from tests.streams.replaying.test_documented import examples
 from tests.support.command_line import env_of, grabstream
+from tests.support.diagnosis import findings_of
 from tests.support.projecting import SHARD, JournalWriter, running
 from tests.support.random_history import NOW, History, journal_history, project, random_history
 from tests.support.runs import as_runs
@@ -392,6 +394,41 @@ async def test_a_journal_that_has_lost_its_end_is_named_beside_an_archive_too(
         assert "the journal has lost its end" in "; ".join(checks["chain of every shard"].problems)
         # Lines of an archive were decoded when they were read from it.
         assert bool(decoded) is (archive is None)
+
+
+@pytest.mark.long
+async def test_a_journal_that_ends_before_the_archive_is_named_by_export_and_doctor(
+    system: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no read model has these lines; with what repairs it."""
+    folder = tmp_path / "archive"
+    await journal_history(system, lines_of(random_history(7, 60, NOW - 1_000 * DAY_MS)), random.Random(2))
+    export(system, folder)
+    store, check = system.store(folder), JOURNAL_CHECK
+    assert findings_of(await examine(system, archive=store), check) == []
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["ends"][str(SHARD)]["next_offset"] += 5
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    end = manifest["ends"][str(SHARD)]["next_offset"]
+    for words in ((), ("--dry-run",)):
+        done = grabstream("export", str(folder), *words, **env_of(system))
+        assert done.returncode == 1, done.stdout
+        assert (
+            f"the journal has lost its end: shard {SHARD} ends at offset {end - 5}, and {folder} has its "
+            f"lines up to offset {end}" in done.stderr
+        )
+        assert f"`grabstream doctor --archive {folder}`" in done.stderr
+    [finding] = findings_of(await examine(system, archive=store), check)
+    assert f"{folder} has further lines" in finding.what
+    assert "which the audit trail lacks" in finding.means
+    assert "kafka-topics.sh" in finding.command
+    assert "rebuild journal --from audit --new-journal" in finding.command
+    done = grabstream("export", str(folder), "--source", "audit", **env_of(system))
+    assert done.returncode == 1
+    assert f"the audit trail of shard {SHARD} ends at seq 0, and {folder}" in done.stderr
+    (folder / "manifest.json").write_text("{}")
+    done = grabstream("doctor", "--archive", str(folder), **env_of(system))
+    assert (done.returncode, "it is not a manifest" in done.stderr) == (1, True)
 
 
 @pytest.mark.long

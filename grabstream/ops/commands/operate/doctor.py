@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -20,8 +21,10 @@ from grabstream.ops.diagnosis.examination import (
     examine,
     since_in_words,
 )
+from grabstream.ops.formats.replay_request import ArchiveAddress
 from grabstream.ops.settings import load_settings
 from grabstream.projections.checking import verified
+from grabstream.streams.history.archive import BadArchive
 
 _STYLES: Final = {"stuck": "bold red", "risk": "yellow", "note": "cyan"}
 _SERVERS: Final = {
@@ -42,16 +45,29 @@ _MEANS: Final = {
     metavar="SECONDS",
     help="Repeat the examination every SECONDS, until Ctrl-C.",
 )
+@click.option(
+    "--archive",
+    type=ArchiveAddress(exists=True),
+    metavar="ARCHIVE",
+    help="Also check that the journal has all lines of this archive: a directory, or s3://bucket/prefix, "
+    "that `grabstream export` has written.",
+)
 @json_option
-def doctor(watch: float | None, as_json: bool) -> None:
+def doctor(watch: float | None, archive: Path | str | None, as_json: bool) -> None:
     """Show what is stuck, since when, what it means for users, and the command that fixes it.
 
     Servers are examined separately, even if one of them does not answer. Exit code 0: nothing found; 1:
-    something is stuck or at risk; 3: a server does not answer, or refuses the queries of this login.
+    something is stuck or at risk, or --archive is damaged; 3: a server does not answer, or refuses the
+    queries of this login.
     """
     settings = load_settings()
+    store = None if archive is None else settings.store(archive)
     while True:
-        examination = asyncio.run(examine(settings))
+        try:
+            examination = asyncio.run(examine(settings, archive=store))
+        except BadArchive as error:
+            click.echo(f"grabstream: {error}", err=True)
+            sys.exit(1)
         if as_json:
             print_json(as_json_of(examination))
         else:

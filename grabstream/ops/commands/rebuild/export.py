@@ -128,16 +128,35 @@ async def _export(
         system = await _system(settings, source)
         async with open_history(settings, source) as opened:
             ends = await in_thread(_known_ends, store, system, shards)
-            return _report(store, source, await plan(opened, stretches, True, ends), {}, None)
+            planned = await plan(opened, stretches, True, ends)
+            _require_end(source, planned, store)
+            return _report(store, source, planned, {}, None)
     # Started first, because it takes some time to start.
     with Encoder() as encoder:
         system = await _system(settings, source)
         async with open_history(settings, source) as opened, exporting(store, system) as begun:
             planned = await plan(opened, stretches, True, _ends(begun.archive, shards))
+            _require_end(source, planned, store)
             async with ArchiveSink(begun, encoder, step_of(settings)) as sink:
                 with ReadingBar("export", sum(part.units for part in planned)) as show:
                     ends = await _write(opened, planned, sink, show)
             return _report(store, source, planned, ends, sink)
+
+
+def _require_end(source: str, planned: Sequence[Planned], store: Store) -> None:
+    """Raises Gap if the source of a shard ends before the archive."""
+    for (shard, *_), (cursor, end, _), _ in planned:
+        if source == "audit" and end < cursor.seq:
+            raise Gap(
+                f"the audit trail of shard {shard} ends at seq {end}, and {store} has its lines up to seq "
+                f"{cursor.seq}: start a worker with the role `project`, which reads the rest of the journal"
+            )
+        if source == "journal" and end < cursor.next_offset:
+            raise Gap(
+                f"the journal has lost its end: shard {shard} ends at offset {end}, and {store} has its "
+                f"lines up to offset {cursor.next_offset}. `grabstream doctor --archive {store}` names what "
+                "repairs it; export into a new archive then, and keep this one"
+            )
 
 
 async def _write(
