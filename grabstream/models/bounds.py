@@ -79,3 +79,8 @@ def shortened(text: str, bytes_max: int = REASON_BYTES_MAX) -> str:
     if len(raw) <= bytes_max and len(text) <= bytes_max:
         return head
     return raw[: bytes_max - len("…".encode())].decode(errors="ignore") + "…"
+
+
+def counted(number: int, things: str) -> str:
+    """The number with its noun, which is given in the plural with s: `1 part`, `2,000 parts`."""
+    return f"{number:,} {things.removesuffix('s') if number == 1 else things}"

@@ -11,7 +11,7 @@ from typing import Final
 from msgspec import structs
 
 from grabstream.models.answers import Answer
-from grabstream.models.bounds import shortened
+from grabstream.models.bounds import counted, shortened
 from grabstream.models.calendar import utc_text
 from grabstream.models.commands import (
     Amend,
@@ -196,16 +196,16 @@ def _limit_reached(answer: Answer, command: AnyCommand, id_name: str) -> str:
         return f"A limit of offer {command.offer} is reached{_because(answer)}."
     if limit.by == "grab":
         return (
-            f"The hold of grab {_grab_of(command)} was extended {limit.max} times, as often as offer "
-            f"{command.offer} allows. This does not change with time."
+            f"The hold of grab {_grab_of(command)} was extended {counted(limit.max, 'times')}, as "
+            f"often as offer {command.offer} allows. This does not change with time."
         )
     until = f" until {utc_text(limit.resets_at)}" if limit.resets_at else ", for as long as it is open"
     whole = "in the whole offer" if limit.per == "offer" else f"in each {limit.per}"
     of = "the campaign of " if limit.scope == "campaign" else ""
     whose = _user_of(command) if limit.by == "user" else f"this {limit.by}"
     return (
-        f"{whose} may get {limit.max} units of {of}offer {command.offer} {whole}; {limit.left} of them are "
-        f"left{until}."
+        f"{whose} may get {counted(limit.max, 'units')} of {of}offer {command.offer} {whole}; "
+        f"{limit.left} of them are left{until}."
     )
 
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
+from grabstream.models.bounds import counted
 from grabstream.models.events import AnyEvent
 from grabstream.models.identifiers import campaign_of, is_id, shard_of
 from grabstream.models.journal import Cursor
@@ -297,7 +298,9 @@ def _asked(
 
 def _shards(settings: Settings, shard: int | None, offer: str | None) -> list[int]:
     if shard is not None and not 0 <= shard < settings.shards:
-        raise ValueError(f"shard {shard}: the system has {settings.shards} shards, numbered from 0")
+        raise ValueError(
+            f"shard {shard}: the system has {counted(settings.shards, 'shards')}, numbered from 0"
+        )
     if offer is None:
         return list(range(settings.shards)) if shard is None else [shard]
     if not is_id(offer):

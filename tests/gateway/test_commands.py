@@ -85,7 +85,7 @@ async def test_hold_is_extended_and_released(caller: Caller, offer: str) -> None
     grab = f"/v1/offers/{offer}/grabs/g"
     assert (await caller.post(f"{grab}/extend", {"user": "ann"})).body["outcome"] == "extended"
     words = refused(await caller.post(f"{grab}/extend", {"user": "ann"}), Outcome.limit_reached)
-    assert "extended 1 times" in words
+    assert "extended 1 time," in words
     assert (await caller.post(f"{grab}/release", {"user": "ann"})).body["outcome"] == "released"
     refused(await caller.post(f"{grab}/extend", {"user": "ann"}), Outcome.not_held)
 
@@ -344,7 +344,7 @@ async def test_every_refusal_says_what_and_until_when(caller: Caller, offer: str
     await caller.open(f"{offer}:limited", total=5, limits=[{"by": "user", "per": "day", "max": 1}])
     await caller.post(f"/v1/offers/{offer}:limited/grabs", {"user": "ann"}, "first")
     got = await caller.post(f"/v1/offers/{offer}:limited/grabs", {"user": "ann"}, "second")
-    assert "User ann may get 1 units" in refused(got, Outcome.limit_reached)
+    assert "User ann may get 1 unit of" in refused(got, Outcome.limit_reached)
     assert got.body["limit"]["left"] == 0
     assert 0 < int(got.headers["retry-after"]) <= 86_400
     await caller.open(f"{offer}:one", total=1)

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 from psycopg import AsyncConnection
 
+from grabstream.models.bounds import counted
 from grabstream.models.journal import Cursor
 from grabstream.models.payments import audience_of
 from grabstream.ops.settings import BadSettings, Settings
@@ -177,8 +178,8 @@ async def find_journal(settings: Settings) -> Topic | None:
     topic = await find_topic(settings.brokers, name)
     if topic is not None and topic.partitions != settings.shards:
         raise OtherSystem(
-            f"GRAB_SHARDS is {settings.shards}, but {name} has {topic.partitions} partitions: the number of "
-            "shards is fixed once a system exists",
+            f"GRAB_SHARDS is {settings.shards}, but {name} has "
+            f"{counted(topic.partitions, 'partitions')}: the number of shards is fixed once a system exists",
             f"set GRAB_SHARDS={topic.partitions}, or another GRAB_PREFIX and GRAB_SCHEMA for a new system"
             f"{_more_partitions(settings, topic)}",
         )

@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.table import Table
 
+from grabstream.models.bounds import counted as counted  # for all that prints
 from grabstream.ops.console.terminal import visible
 
 #: Characters. Without a terminal, lines may be this long, so that tables do not cut ids in a pipe.
@@ -87,11 +88,6 @@ class WholeNumber(click.IntRange):
     """
 
     name = "whole number"
-
-
-def counted(number: int, things: str) -> str:
-    """The number with its noun, which is given in the plural with s: `1 part`, `2,000 parts`."""
-    return f"{number:,} {things.removesuffix('s') if number == 1 else things}"
 
 
 def print_json(value: Any, to_errors: bool = False) -> None:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from grabstream.models.bounds import counted
 from grabstream.ops.console.output import Output
 
 LINE_EVERY_SECONDS: Final = 2.0
@@ -42,9 +43,9 @@ class ProgressLine:
         self._step, self._shown = step, now
         words = f"{what}: {step}"
         if total:
-            words += f" {done:,} of {total:,} events ({done / total:.0%})"
+            words += f" {done:,} of {counted(total, 'events')} ({done / total:.0%})"
         elif done:
-            words += f" {done:,} events"
+            words += f" {counted(done, 'events')}"
         if rate:
             words += f", {rate:,.0f} a second"
             words += f", {(total - done) / rate:,.0f} s left" if total else ""
@@ -87,7 +88,8 @@ class Steps:
         if total and not output.is_terminal and now - self._shown >= LINE_EVERY_SECONDS:
             self._shown = now
             output.print(
-                f"[dim]{step}: {done:,} of {total:,} events ({done / total:.0%})[/]", highlight=False
+                f"[dim]{step}: {done:,} of {counted(total, 'events')} ({done / total:.0%})[/]",
+                highlight=False,
             )
 
 
@@ -97,7 +99,7 @@ class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         events = task.fields["events"]
         rate = events / task.elapsed if task.elapsed else 0
-        return Text(f"{events:,} events, {rate:,.0f}/s")
+        return Text(f"{counted(events, 'events')}, {rate:,.0f}/s")
 
 
 class ReadingBar:

@@ -592,7 +592,8 @@ def other_shards(readings: CoreReadings, settings: Settings) -> list[Finding]:
     [number, *_] = sorted(map(str, numbers))
     return [
         Finding(
-            "stuck", f"GRAB_SHARDS is {settings.shards}, but this system has {number} shards",
+            "stuck", f"GRAB_SHARDS is {settings.shards}, but this system has "
+            f"{counted(int(number), 'shards')}",
             "every command sent with this setting is answered fenced", f"export GRAB_SHARDS={number}",
         )
     ]  # fmt: skip

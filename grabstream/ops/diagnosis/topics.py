@@ -269,7 +269,10 @@ def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
     counts.pop(topics.rejected, None)
     journal_partitions = counts.pop(topics.journal, settings.shards)
     if journal_partitions != settings.shards:
-        what = f"GRAB_SHARDS is {settings.shards}, but {topics.journal} has {journal_partitions} partitions"
+        what = (
+            f"GRAB_SHARDS is {settings.shards}, but {topics.journal} has "
+            f"{counted(journal_partitions, 'partitions')}"
+        )
         means = "a partition is a shard: workers refuse to start, or write where no worker reads"
         findings.append(Finding("stuck", what, means, f"export GRAB_SHARDS={journal_partitions}"))
     more = {name: count for name, count in counts.items() if count > settings.shards}

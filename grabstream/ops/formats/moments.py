@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from grabstream.models.bounds import counted
 from grabstream.models.calendar import utc_text
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.offers import TIME_MS_MAX
@@ -57,7 +58,8 @@ def parse_points(
         if _is_clock(text) and (_has_leading_zero(text) or int(text.partition(":")[0]) >= total):
             raise BadMoment(
                 f"{option} {text}: a time needs its date, such as 2026-11-11T{text:0>5}; for an event, write "
-                f"SHARD:SEQ: the system has {total} shards, 0 to {total - 1}, and the first seq is 1"
+                f"SHARD:SEQ: the system has {counted(total, 'shards')}, 0 to {total - 1}, and the "
+                "first seq is 1"
             )
         event = _is_shard_and_seq(text)
         if event is None and not (_is_number(text) and int(text) < TIME_MS_MIN):
@@ -74,7 +76,7 @@ def parse_points(
             (int(event[1]), int(event[2])) if event else (shard_of(campaign_of(offers[0]), total), int(text))
         )
         if shard >= total:
-            raise BadMoment(f"{option} {text}: the system has {total} shards, 0 to {total - 1}")
+            raise BadMoment(f"{option} {text}: the system has {counted(total, 'shards')}, 0 to {total - 1}")
         if shard not in shards:
             raise BadMoment(
                 f"{option} {text}: shard {shard} is not read; the shards read are "

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import click
 
 from grabstream.extras import installed
+from grabstream.models.bounds import counted
 from grabstream.models.identifiers import campaign_of, is_id, shard_of
 from grabstream.ops.formats.moments import BadMoment, parse_points
 from grabstream.ops.settings import Settings
@@ -109,7 +110,8 @@ def request(
     for shard in shards:
         if shard >= settings.shards:
             raise click.UsageError(
-                f"--shard {shard}: the system has {settings.shards} shards, 0 to {settings.shards - 1}"
+                f"--shard {shard}: the system has {counted(settings.shards, 'shards')}, 0 to "
+                f"{settings.shards - 1}"
             )
     chosen = sorted(
         {shard_of(campaign_of(offer), settings.shards) for offer in offers}

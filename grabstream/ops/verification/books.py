@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from psycopg import AsyncConnection
 
+from grabstream.models.bounds import counted
 from grabstream.models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap
 from grabstream.models.runs import decode_line
 from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
@@ -163,7 +164,8 @@ class BooksComparison:
         )
         for shard, events in rows:
             self._audit.add(
-                f"shard {shard}: the system has no such shard, but the audit trail has {events} rows of it"
+                f"shard {shard}: the system has no such shard, but the audit trail has "
+                f"{counted(events, 'rows')} of it"
             )
         for name, cursors in self._positions.items():
             for shard in sorted(cursors.keys() - set(range(count))):

@@ -14,7 +14,7 @@ import msgspec
 from psycopg import AsyncConnection
 
 from grabstream.lua.gate.calls import now_ms
-from grabstream.models.bounds import quoted
+from grabstream.models.bounds import counted, quoted
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.models.merkle import Root, leaf_hash
 from grabstream.ops.settings import BadSettings, Settings
@@ -99,7 +99,7 @@ async def make_checkpoint(
                     f"shard {shard}: the audit trail ends at seq {end.seq}, and the journal has no event "
                     "with its hash: run `grabstream verify`"
                 )
-            report(f"reading shard {shard} of {settings.shards}, {end.seq:,} events")
+            report(f"reading shard {shard} of {settings.shards}, {counted(end.seq, 'events')}")
             await ignored.read(reader, shard, end.next_offset)
             root = Root()
             async with aclosing(texts_of(books, shard, end.seq, end.head)) as texts:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from psycopg import AsyncConnection
 
-from grabstream.models.bounds import EVENT_LINE_BYTES_MAX
+from grabstream.models.bounds import EVENT_LINE_BYTES_MAX, counted
 from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, decode_event
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.merkle import SIBLINGS_MAX, leaf_hash, root_of_proof
@@ -58,7 +58,7 @@ async def make_proof(
         raise NotProved(
             f"the grab is event {seq} of shard {shard}, the checkpoint is at {head.seq}: use a newer one"
         )
-    report(f"reading shard {shard}, {head.seq:,} events")
+    report(f"reading shard {shard}, {counted(head.seq, 'events')}")
     made, event = MerklePath(seq - 1, head.seq), b""
     async with aclosing(texts_of(books, shard, head.seq, bytes.fromhex(head.head))) as texts:
         async for text in texts:

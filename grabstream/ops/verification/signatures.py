@@ -3,6 +3,7 @@
 from contextlib import aclosing
 from typing import Final
 
+from grabstream.models.bounds import counted
 from grabstream.models.journal import Block, Cursor, is_signed_owner
 from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.streams.journal import JournalReader, JournalRecord
@@ -45,11 +46,11 @@ class IgnoredRecords:
         """A line for each shard with ignored records."""
         lines = []
         for shard, named in sorted(self._named.items()):
-            more = self.counts[shard] - len(named)
+            ignored = self.counts[shard]
+            more = ignored - len(named)
             lines.append(
-                f"shard {shard}: {self.counts[shard]:,} records do not count, at journal offset "
-                + ", ".join(named)
-                + (f", and {more:,} more" if more else "")
+                f"shard {shard}: {counted(ignored, 'records')} {'does' if ignored == 1 else 'do'} "
+                "not count, at journal offset " + ", ".join(named) + (f", and {more:,} more" if more else "")
             )
         return lines
 

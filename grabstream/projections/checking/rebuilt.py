@@ -14,6 +14,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import AsyncConnection, sql
 
+from grabstream.models.bounds import counted
 from grabstream.projections import versions
 from grabstream.projections.checking.difference import TableDifference, compare
 from grabstream.projections.cursors import Fact
@@ -244,7 +245,8 @@ def _in_words(difference: TableDifference) -> list[str]:
                 )
             )
     others = difference.missing + difference.extra + difference.rows_changed - len(lines)
-    return [*lines, f"{_shown(difference.table)}: {others:,} more rows differ"] if others > 0 else lines
+    more = f"{_shown(difference.table)}: {counted(others, 'further rows')} with differences"
+    return [*lines, more] if others > 0 else lines
 
 
 def _shown(table: str) -> str:

@@ -20,6 +20,7 @@ from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
+from grabstream.models.bounds import counted
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.journal import GENESIS, Corrupt, Cursor, chain
 from grabstream.streams.history.stores import MANIFEST, MANIFEST_BYTES_MAX, CannotRead, Store
@@ -156,7 +157,7 @@ class Archive:
         except (pyarrow.ArrowException, KeyError, OSError) as error:
             raise self._bad(file, f"is not a file of an archive: {error}") from None
         if bodies.null_count:
-            raise self._bad(file, f"has {bodies.null_count:,} lines without a text")
+            raise self._bad(file, f"has {counted(bodies.null_count, 'lines')} without a text")
         lines: list[bytes] = bodies.to_pylist()
         hashes = chain(bytes.fromhex(file.prev), lines)
         if len(lines) != file.lines or not lines or hashes[-1].hex() != file.head:
@@ -230,8 +231,9 @@ def manifest_of(store: Store, content: bytes, system: ArchiveSystem | None) -> M
     if system is not None and found != system:
         raise BadArchive(
             f"archive {store} belongs to another system: prefix {found.prefix}, journal {found.journal}, "
-            f"{found.shards} shards; the settings name prefix {system.prefix}, journal {system.journal}, "
-            f"{system.shards} shards. Name its archive, or export into a new one"
+            f"{counted(found.shards, 'shards')}; the settings name prefix {system.prefix}, journal "
+            f"{system.journal}, {counted(system.shards, 'shards')}. Name its archive, or "
+            "export into a new one"
         )
     archive = Archive(store, manifest)
     for shard in range(manifest.shards):

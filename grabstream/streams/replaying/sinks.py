@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 import msgspec
 from aiokafka import AIOKafkaProducer
 
+from grabstream.models.bounds import counted
 from grabstream.models.events import decode_event
 from grabstream.models.journal import LINE_BEGINS
 from grabstream.models.runs import decode_line, is_run
@@ -261,8 +262,8 @@ async def check_topic(kafka: str, system: Topics, name: str, shards: int, append
         return False
     if len(partitions) != shards:
         raise ReplayRefused(
-            f"topic {name} has {len(partitions)} partitions, but each of the {shards} shards needs one: "
-            "name another"
+            f"topic {name} has {counted(len(partitions), 'partitions')}, but each of the {shards} "
+            "shards needs one: name another"
         )
     if not append and await begun_shards(kafka, name, shards):
         raise ReplayRefused(

@@ -141,7 +141,7 @@ async def test_checkpoints_and_proofs(sold: Sold) -> None:
     assert "exists" in sold.run("checkpoint", "--output", str(sold.checkpoint), **KEYS).stderr
     assert "GRAB_JOURNAL_KEYS" in sold.run("checkpoint").stderr
     # Unsigned records are counted, here as there.
-    ignored = f"shard {shard}: 1 records do not count, at journal offset {offset} (it is not signed)"
+    ignored = f"shard {shard}: 1 record does not count, at journal offset {offset} (it is not signed)"
     assert ignored in done.stdout.replace("\n", " ")
     later = sold.run("checkpoint", "--output", str(sold.folder / "second.json"), "--json", **KEYS)
     found = json.loads(later.stdout)

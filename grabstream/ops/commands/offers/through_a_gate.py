@@ -319,14 +319,14 @@ def _open_all(opens: Sequence[Open], as_json: bool, week: str | None) -> None:
     ]
     print_answers([answer for answer, _ in shown], as_json, [command for _, command in shown])
     if many and not as_json:
-        counted = Counter(answer.outcome for answer in answers)
-        plain_console.print(", ".join(f"{number:,} {outcome}" for outcome, number in counted.most_common()))
+        outcomes = Counter(answer.outcome for answer in answers)
+        plain_console.print(", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.most_common()))
     if week is not None and trouble is None and not as_json:
         plain_console.print(_said_of_week(week, answers))
     if trouble is not None:
         complain(
-            f"{trouble}: {len(answers):,} of {len(opens):,} offers have an answer; repeat the same call to "
-            "open the rest"
+            f"{trouble}: {len(answers):,} of {counted(len(opens), 'offers')} answered; repeat the "
+            "same call to open the rest"
         )
         sys.exit(1 if trouble == "stopped" else 3)
     sys.exit(exit_code(answers))

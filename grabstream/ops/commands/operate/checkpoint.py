@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from grabstream.models.bounds import counted
 from grabstream.ops.connections.opening import check_system, checked_books
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
 from grabstream.ops.formats.replay_request import ObjectAddress
@@ -97,7 +98,7 @@ def _report(written: WrittenFile, made: NewCheckpoint) -> dict[str, Any]:
 
 def _print(written: WrittenFile, made: NewCheckpoint, is_object: bool) -> None:
     seqs = sum(one.seq for one in made.checkpoint.shards)
-    words = f"{written.name}: {seqs:,} events, signed by the key {made.checkpoint.key}."
+    words = f"{written.name}: {counted(seqs, 'events')}, signed by the key {made.checkpoint.key}."
     if written.lock is not None:
         words += f" Locked until {in_words(written.lock)}."
     elif is_object:

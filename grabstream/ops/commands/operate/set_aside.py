@@ -13,6 +13,7 @@ from typing import Any, Final
 import click
 from psycopg import AsyncConnection
 
+from grabstream.models.bounds import counted
 from grabstream.models.currencies import shown_amount
 from grabstream.models.journal import Cursor, named
 from grabstream.models.transfers import transfers_of
@@ -323,13 +324,16 @@ def _print_stopped_record(stop: Stop, stopped: StoppedRecord) -> None:
         if stopped.event_count
         else "no event of the history"
     )
-    say(f"The record at journal offset {stopped.record.offset}: {seqs}, {len(stopped.record.value):,} bytes")
+    say(
+        f"The record at journal offset {stopped.record.offset}: {seqs}, "
+        f"{counted(len(stopped.record.value), 'bytes')}"
+    )
     for name, value in named(stopped.record.headers).items():
         say(f"    {name}: {value.decode(errors='replace')}")
     for line in stopped.lines[:LINES_SHOWN_MAX]:
         say(f"    {line.decode(errors='replace')}")
     if len(stopped.lines) > LINES_SHOWN_MAX:
-        say(f"    … and {len(stopped.lines) - LINES_SHOWN_MAX:,} more lines; --json shows all")
+        say(f"    … and {counted(len(stopped.lines) - LINES_SHOWN_MAX, 'more lines')}; --json shows all")
     if stopped.event_count and not stopped.readable:
         say("Some events cannot be read: the books may lack more than is listed here.")
     for (account, asset), amount in _missing(stopped).items():

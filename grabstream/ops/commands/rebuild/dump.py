@@ -38,7 +38,8 @@ def dump(shards: Sequence[int], dry_run: bool, as_json: bool) -> None:
     settings = load_settings()
     if wrong := [shard for shard in shards if shard >= settings.shards]:
         raise click.UsageError(
-            f"--shard {wrong[0]}: the system has {settings.shards} shards, 0 to {settings.shards - 1}"
+            f"--shard {wrong[0]}: the system has {counted(settings.shards, 'shards')}, 0 to "
+            f"{settings.shards - 1}"
         )
     chosen = sorted(set(shards)) or list(range(settings.shards))
     try:

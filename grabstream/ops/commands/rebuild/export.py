@@ -59,7 +59,8 @@ def export(archive: Path | str, source: str, shards: Sequence[int], dry_run: boo
     settings = load_settings()
     if wrong := [shard for shard in shards if shard >= settings.shards]:
         raise click.UsageError(
-            f"--shard {wrong[0]}: the system has {settings.shards} shards, 0 to {settings.shards - 1}"
+            f"--shard {wrong[0]}: the system has {counted(settings.shards, 'shards')}, 0 to "
+            f"{settings.shards - 1}"
         )
     # Thousands of short-lived objects: see `worker`.
     gc.set_threshold(50_000, 20, 50)

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import click
 
+from grabstream.models.bounds import counted
 from grabstream.ops.commands.operate.worker import step_of
 from grabstream.ops.commands.rebuild.redis_shards import redis_command
 from grabstream.ops.commands.rebuild.results import RebuildResult, print_result
@@ -323,10 +324,11 @@ async def _restore(
                 soft_wrap=True,
             )
         if dry_run:
-            summary = f"Would restore {events:,} events."
+            summary = f"Would restore {counted(events, 'events')}."
         else:
             summary = (
-                f"{events:,} events are in the journal, {written:,} written now, in {len(shards)} shards. "
+                f"The journal has {counted(events, 'events')}, {written:,} written now, in "
+                f"{counted(len(shards), 'shards')}. "
                 "Start the workers."
             )
         console.print(summary, highlight=False)

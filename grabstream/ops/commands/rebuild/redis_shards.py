@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import click
 
 from grabstream.lua.keys import SHARD_FIELDS, ShardKeys
+from grabstream.models.bounds import counted
 from grabstream.ops.connections.opening import (
     check_system,
     key_space,
@@ -183,7 +184,7 @@ async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> Shard
         except (NotReconciled, NewerProgram) as error:
             return ShardResult(shard, str(error), refused=True)
         seconds = round(time.monotonic() - began, 2)
-        done = f"{applied:,} events applied in {seconds} s"
+        done = f"{counted(applied, 'events')} applied in {seconds} s"
         return ShardResult(shard, done, applied=applied, seconds=seconds)
     repeated = "another owner repeatedly takes the shard: stop one of the workers"
     return ShardResult(shard, repeated, refused=True)

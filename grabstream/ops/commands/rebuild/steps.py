@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from grabstream.models.bounds import counted
 from grabstream.ops.commands.rebuild.results import RebuildResult
 from grabstream.ops.connections.opening import check_system, where_of
 from grabstream.ops.settings import Settings
@@ -141,7 +142,7 @@ class ModelRebuild(NamedTuple):
         how = f"continue {begun.schema} ({begun.phase})" if begun else "build a new version"
         return self._result(
             f"would {how} of definition {definition.number} from the {source.name}, with the "
-            f"{await self.control.events():,} events of {self.live.schema} (definition "
+            f"{counted(await self.control.events(), 'events')} of {self.live.schema} (definition "
             f"{self.live.definition}) and newer ones; {declared} may differ"
         )
 
