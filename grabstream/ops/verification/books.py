@@ -187,8 +187,13 @@ class BooksComparison:
         past = {record.journal_offset: record.after for record in self.aside if record.shard == shard}
         cursor = Cursor()
         if self._archive is not None:
-            async with aclosing(archived_chunks(self._archive, shard, cursor)) as chunks:
+            async with aclosing(archived_chunks(self._archive, shard, cursor, (), self.aside)) as chunks:
                 async for chunk in chunks:
+                    if not chunk.facts:
+                        undecoded = msgspec.DecodeError(f"seq {chunk.after.seq}: it cannot be decoded")
+                        line = Accepted(chunk.after.seq, b"", chunk.after.head)
+                        yield None, chunk.after, [line], [undecoded]
+                        continue
                     yield (
                         None,
                         chunk.after,

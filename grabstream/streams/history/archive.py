@@ -164,6 +164,18 @@ class Archive:
             raise self._bad(file, "has lines that do not lead to its hash in the manifest")
         return lines, hashes
 
+    def places_of(self, content: bytes) -> dict[int, tuple[int, bool]]:
+        """By the first seq of each line in the checked bytes of a file: its last seq, and whether it was set
+        aside when it was exported, and could not be decoded.
+        """
+        import pyarrow
+        from pyarrow import parquet
+
+        stored = parquet.ParquetFile(pyarrow.BufferReader(content), pre_buffer=False)
+        table = stored.read(columns=["seq", "seqs", "type"], use_threads=False)
+        rows = zip(*(table.column(name).to_pylist() for name in ("seq", "seqs", "type")), strict=True)
+        return {seq: (seq + seqs - 1, type_ is None) for seq, seqs, type_ in rows}
+
     def _bad(self, file: ArchivedFile, what: str) -> BadArchive:
         return BadArchive(
             f"archive, {self.store.where(file.path)}: it {what}; shard {file.shard}, seq {file.first_seq} to "

@@ -2,9 +2,9 @@
 what the archive has.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from grabstream.models.journal import Corrupt, Cursor
 from grabstream.projections.cursors import Fact
@@ -92,48 +92,78 @@ class ArchiveSource:
 
 
 async def archived_chunks(
-    archive: Archive, shard: int, cursor: Cursor, set_aside: Sequence[SetAsideRecord] = ()
-) -> AsyncGenerator[Chunk, None]:
-    """The events of an archive after a cursor. Raises BadArchive, or Corrupt if the cursor is of another
-    history, before it yields anything of the file.
+    archive: Archive, shard: int, cursor: Cursor, set_aside: Sequence[SetAsideRecord] = (),
+    undecodable: Sequence[SetAsideRecord] | None = None,
+) -> AsyncGenerator[Chunk, None]:  # fmt: skip
+    """The events of an archive after a cursor, without those of `set_aside`. Raises BadArchive, or Corrupt if
+    the cursor is of another history, before it yields anything of the file.
+
+    A line that cannot be decoded is a chunk without facts, if it is in one of the records `undecodable` (as a
+    rule those of `set_aside`).
     """
+    skipped = set_aside if undecodable is None else undecodable
     set_aside = [record for record in set_aside if record.shard == shard]
     end = archive.end(shard)
+
+    def may_skip(seq: int, exported_as_text: bool) -> bool:
+        return any(record.has(shard, seq) for record in skipped)
+
     for file in archive.files(shard, cursor.seq):
         content = await in_thread(archive.content_of, file)
         at = Cursor(file.first_seq - 1, bytes.fromhex(file.prev), *cursor[2:])
         # Parsed here: threads of Arrow abort a process that ends while they work.
-        for facts in facts_in(archive, file, content):
-            before, at = at, at._replace(seq=facts[-1].event.last_seq, head=facts[-1].hash)
+        for facts, seq, head in parts_in(archive, file, content, may_skip):
+            before, at = at, at._replace(seq=seq, head=head)
+            if seq <= cursor.seq:
+                continue
             known = sum(fact.event.last_seq <= cursor.seq for fact in facts)
             if known:
                 before = before._replace(seq=facts[known - 1].event.last_seq, head=facts[known - 1].hash)
-            if known == len(facts):
-                continue
             if before[:2] != cursor[:2]:
                 where = archive.store.where(file.path)
                 raise Corrupt(f"archive, {where}: another history at seq {cursor.seq}, where the reader is")
             facts = facts[known:]
             is_end = at.seq == end.seq and end.next_offset >= at.next_offset
             after = end if is_end else at
-            yield Chunk(shard, cursor, after, without(facts, set_aside), len(facts))
+            yield Chunk(shard, cursor, after, without(facts, set_aside), len(facts) or 1)
             cursor = after
 
 
-def facts_in(archive: Archive, file: ArchivedFile, content: bytes) -> Iterator[list[Fact]]:
+class ArchivedPart(NamedTuple):
+    """Consecutive lines of a file, and the seq and hash after them. Without facts: one line that cannot be
+    decoded, and was set aside.
+    """
+
+    facts: list[Fact]
+    seq: int
+    head: bytes
+
+
+def parts_in(
+    archive: Archive, file: ArchivedFile, content: bytes, may_skip: Callable[[int, bool], bool]
+) -> Iterator[ArchivedPart]:
     """The lines in the bytes of a file, up to CHUNK_LINES at a time; raises BadArchive if they differ from
-    the manifest, or at a line that cannot be decoded.
+    the manifest, or at a line that cannot be decoded, unless `may_skip` says so of its seq, and of whether it
+    was exported as text only.
     """
     where = f"archive, {archive.store.where(file.path)}"
     lines, hashes = archive.lines_of(file, content)
-    seq = file.first_seq
-    for first in range(0, len(lines), CHUNK_LINES):
-        part = slice(first, first + CHUNK_LINES)
+    places: dict[int, tuple[int, bool]] = {}
+    seq, done = file.first_seq, 0
+    while done < len(lines):
+        part = slice(done, done + CHUNK_LINES)
         facts, error = decode_verified(where, file.shard, seq, lines[part], hashes[part])
+        if facts:
+            done += len(facts)
+            yield ArchivedPart(facts, facts[-1].event.last_seq, facts[-1].hash)
+            seq = facts[-1].event.last_seq + 1
         if error is not None:
-            raise BadArchive(str(error))
-        yield facts
-        seq = facts[-1].event.last_seq + 1
+            places = places or archive.places_of(content)
+            last_seq, as_text = places.get(seq, (seq, False))
+            if not may_skip(seq, as_text):
+                raise BadArchive(str(error))
+            yield ArchivedPart([], last_seq, hashes[done])
+            seq, done = last_seq + 1, done + 1
 
 
 @asynccontextmanager

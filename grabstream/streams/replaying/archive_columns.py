@@ -21,6 +21,8 @@ from grabstream.models.journal import LINE_BEGINS, Corrupt
 from grabstream.models.runs import LINE_VERSIONS, RUN_BEGINS, RUN_TYPES, AnyRun, GrantedRun, HeldRun
 
 HASH_BYTES: Final = 32
+#: What an operator does about a line that no reader can decode.
+ONCE_SET_ASIDE: Final = "Once it is set aside (`grabstream set-aside`), it is exported as text"
 
 if TYPE_CHECKING:
     from grabstream.projections.cursors import Fact
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 class EventPart(NamedTuple):
     """Consecutive lines of a shard whose chain is verified: the seq before the first, the lines joined by
     newlines, their hashes, and their last seqs (8 bytes each, as `array` has them), as bytes that pass from
-    process to process without an object for each line.
+    process to process without an object for each line. `set_aside` has the first seqs of lines that operators
+    set aside: they need not be readable.
     """
 
     shard: int
@@ -37,6 +40,7 @@ class EventPart(NamedTuple):
     text: bytes
     hashes: bytes
     last_seqs: bytes
+    set_aside: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -46,10 +50,11 @@ class EventPart(NamedTuple):
         lines: Iterable[bytes],
         hashes: Iterable[bytes],
         last_seqs: Iterable[int],
+        set_aside: Iterable[int] = (),
     ) -> Self:
         """The part of these lines."""
         seqs = array("q", last_seqs).tobytes()
-        return cls(shard, before_seq, b"\n".join(lines), b"".join(hashes), seqs)
+        return cls(shard, before_seq, b"\n".join(lines), b"".join(hashes), seqs, tuple(set_aside))
 
     @property
     def lines(self) -> int:
@@ -141,40 +146,64 @@ def table_of(part: EventPart) -> Any:
     """The Arrow table of a part; raises Corrupt if a text has another shard or other seqs, if a number has no
     room in its column, or if Arrow cannot read the lines and one of them cannot be decoded.
     """
-    table = from_texts(part)
+    table = None if part.set_aside else from_texts(part)
     return from_events(part) if table is None else table
 
 
 def from_events(part: EventPart) -> Any:
-    """The table, from the decoded events; raises Corrupt like `table_of`."""
+    """The table, from the decoded events; raises Corrupt like `table_of`. A line that was set aside and
+    cannot be decoded has its place, hash and text only.
+    """
     import pyarrow as arrow
-
-    # Imported here, because few parts need it, and its imports take longer than encoding a file.
-    from grabstream.streams.history.sources import decode_verified
 
     hashes = [part.hashes[at : at + HASH_BYTES] for at in range(0, len(part.hashes), HASH_BYTES)]
     lines, first_seq = part.text.split(b"\n"), part.before_seq + 1
     if len(lines) != len(hashes):
         raise Corrupt(f"shard {part.shard}: a line of those from seq {first_seq} on is two lines")
-    facts, error = decode_verified("export", part.shard, first_seq, lines, hashes)
-    if error is not None:
-        raise error
-    if [fact.event.last_seq for fact in facts] != array("q", part.last_seqs).tolist():
+    last_seqs = array("q", part.last_seqs).tolist()
+    first_seqs = [first_seq, *(seq + 1 for seq in last_seqs[:-1])]
+    facts = _facts(part, first_seqs, lines, hashes)
+    if any(fact and fact.event.last_seq != seq for fact, seq in zip(facts, last_seqs, strict=True)):
         raise Corrupt(
             f"shard {part.shard}: the lines from seq {first_seq} on carry other numbers in their text"
         )
     types = _types()
+    places = {
+        "seq": first_seqs, "hash": hashes,
+        "seqs": [last - first + 1 for first, last in zip(first_seqs, last_seqs, strict=True)],
+    }  # fmt: skip
     try:
         columns = [
-            # JSON that was decoded is UTF-8; the cast checks it again.
-            arrow.array([fact.line for fact in facts], arrow.binary()).cast(arrow.string())
+            # The cast checks that the text is UTF-8.
+            arrow.array(lines, arrow.binary()).cast(arrow.string())
             if name == "body"
-            else arrow.array(map(value, facts), types[kind], size=len(facts))
+            else arrow.array(
+                places.get(name) or [None if fact is None else value(fact) for fact in facts], types[kind]
+            )
             for name, kind, value in _COLUMNS
         ]
     except (OverflowError, arrow.ArrowInvalid) as error:
         raise Corrupt(f"shard {part.shard}: a line of those from seq {first_seq} on: {error}") from None
     return arrow.Table.from_arrays(columns, schema=schema())
+
+
+def _facts(
+    part: EventPart, first_seqs: Sequence[int], lines: Sequence[bytes], hashes: Sequence[bytes]
+) -> "list[Fact | None]":
+    """The lines as facts; None for one that was set aside and cannot be decoded."""
+    # Imported here, because few parts need it, and its imports take longer than encoding a file.
+    from grabstream.streams.history.sources import decode_verified
+
+    facts: list[Fact | None] = []
+    while (done := len(facts)) < len(lines):
+        found, error = decode_verified("export", part.shard, first_seqs[done], lines[done:], hashes[done:])
+        facts += found
+        if error is None:
+            break
+        if first_seqs[len(facts)] not in part.set_aside:
+            raise Corrupt(f"{error}. {ONCE_SET_ASIDE}")
+        facts.append(None)
+    return facts
 
 
 def from_texts(part: EventPart) -> Any:

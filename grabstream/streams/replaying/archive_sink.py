@@ -11,7 +11,7 @@ not in the manifest.
 from asyncio import wrap_future
 from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ import msgspec
 from grabstream.models.bounds import shortened
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.journal import Corrupt, Cursor
+from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.streams.history.archive import (
     FORMAT,
     Archive,
@@ -45,7 +46,7 @@ from grabstream.streams.history.stores import (
     Store,
     in_thread,
 )
-from grabstream.streams.replaying.archive_columns import EventPart
+from grabstream.streams.replaying.archive_columns import ONCE_SET_ASIDE, EventPart
 from grabstream.streams.replaying.archive_encoder import Encoder
 
 #: A file ends with the record of the journal that reaches this many bytes of text, and part of a file (a row
@@ -144,6 +145,7 @@ class _Waiting:
     lines: list[bytes] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     last_seqs: list[int] = field(default_factory=list)
+    set_aside: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -160,12 +162,14 @@ class ArchiveSink:
     """Takes the lines of one shard after the other, and writes them into an archive. They are encoded by
     `encoder`, and stored in another thread, in order, while the caller reads on.
 
-    `step` is called after each step that a crash may follow.
+    `step` is called after each step that a crash may follow. Lines of records that operators have `set_aside`
+    need not be readable.
     """
 
     def __init__(
-        self, export: Export, encoder: Encoder, step: Callable[[str], None] = lambda name: None
-    ) -> None:
+        self, export: Export, encoder: Encoder, step: Callable[[str], None] = lambda name: None,
+        set_aside: Sequence[SetAsideRecord] = (),
+    ) -> None:  # fmt: skip
         self._writing = export.writing
         self._manifest = export.archive.manifest
         self._left_over = export.left_over
@@ -177,7 +181,11 @@ class ArchiveSink:
         #: The file that is being made, and its last part.
         self._file: _File | None = None
         self._part = _Waiting()
+        #: The last line that has a time.
         self._last_line = b""
+        self._set_aside = set_aside
+        #: The records of the shard that were set aside.
+        self._aside: list[SetAsideRecord] = []
         #: The files, bytes and lines written.
         self.files = self.bytes = self.lines = 0
 
@@ -196,7 +204,10 @@ class ArchiveSink:
             await self._end_shard()
             self._shard = shard
             self._cursor = self._manifest.end(shard)
-        begin, lines = 0, read.lines
+            self._aside = [record for record in self._set_aside if record.shard == shard]
+            ended = (file.last_at for file in reversed(self._manifest.files) if file.shard == shard)
+            self._last_line = msgspec.json.encode(_Timed(next(ended, 0)))
+        begin, lines = 0, self._timed(read)
         # Times never go back within a shard. Mostly, a record is of one day.
         last_day = _day(lines[-1]) if lines else 0
         while begin < len(lines):
@@ -205,6 +216,7 @@ class ArchiveSink:
             if file is not None and (file.day != day or file.text_bytes >= FILE_TEXT_BYTES):
                 await self._end_file(file)
             end_of_day = len(lines) if day == last_day else bisect_right(lines, day, key=_day)
+            self._last_line = lines[end_of_day - 1]
             await self._take(day, read, begin, end_of_day)
             begin = end_of_day
         self._cursor = read.after
@@ -213,6 +225,29 @@ class ArchiveSink:
         """Completes the file, and stores the cursor of the shard."""
         await self._end_shard()
         await self._background.drain()
+
+    def _timed(self, read: Lines) -> Sequence[bytes]:
+        """The lines that were read; in place of one that was set aside and has no time, the line before."""
+        if not self._aside:
+            return read.lines
+        timed, before = [], self._last_line
+        for line, first_seq in zip(read.lines, self._first_seqs(read), strict=True):
+            try:
+                _time(line)
+            except Corrupt:
+                if not self._is_set_aside(first_seq):
+                    raise
+            else:
+                before = line
+            timed.append(before)
+        return timed
+
+    def _first_seqs(self, read: Lines) -> list[int]:
+        """The first seqs of lines that follow the cursor."""
+        return [self._cursor.seq + 1, *(seq + 1 for seq in read.last_seqs)][: len(read.lines)]
+
+    def _is_set_aside(self, seq: int) -> bool:
+        return any(record.has(self._shard, seq) for record in self._aside)
 
     async def _take(self, day: int, read: Lines, begin: int, end: int) -> None:
         """Takes some of the lines that were read, which are of one day."""
@@ -224,6 +259,9 @@ class ArchiveSink:
         part.lines.extend(lines)
         part.hashes.extend(read.hashes[begin:end])
         part.last_seqs.extend(read.last_seqs[begin:end])
+        if self._aside:
+            taken = Lines(read.after, lines, read.hashes[begin:end], read.last_seqs[begin:end])
+            part.set_aside.extend(filter(self._is_set_aside, self._first_seqs(taken)))
         size = sum(map(len, lines))
         part.text_bytes += size
         self._file.text_bytes += size
@@ -235,8 +273,10 @@ class ArchiveSink:
 
     async def _end_part(self) -> None:
         waiting, self._part = self._part, _Waiting()
-        self._last_line = waiting.lines[-1]
-        part = EventPart.of(self._shard, waiting.before_seq, waiting.lines, waiting.hashes, waiting.last_seqs)
+        part = EventPart.of(
+            self._shard, waiting.before_seq, waiting.lines, waiting.hashes, waiting.last_seqs,
+            waiting.set_aside,
+        )  # fmt: skip
         await self._background.do(self._encoder.add, part)
 
     async def _end_file(self, file: _File) -> None:
@@ -314,7 +354,7 @@ def _time(line: bytes) -> int:
     try:
         return _decode_timed(line).at
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Corrupt(f"a line has no time ({error}): {shortened(repr(line))}") from None
+        raise Corrupt(f"a line has no time ({error}): {shortened(repr(line))}. {ONCE_SET_ASIDE}") from None
 
 
 def _day(line: bytes) -> int:

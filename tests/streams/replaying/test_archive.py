@@ -44,9 +44,10 @@ from tests.conftest import make_system, some_by_tier, until, wait_until
 from tests.streams.replaying.test_documented import examples
 from tests.support.command_line import env_of, grabstream
 from tests.support.diagnosis import findings_of
-from tests.support.projecting import SHARD, JournalWriter, running
+from tests.support.projecting import SHARD, JournalWriter, running, until_at_seq
 from tests.support.random_history import NOW, History, journal_history, project, random_history
 from tests.support.runs import as_runs
+from tests.support.stopped_shards import WHY, call_json, until_stopped
 
 STEPS = ("export.written", "export.renamed", "export.committed")
 
@@ -451,6 +452,54 @@ async def test_an_archive_with_a_line_that_cannot_be_read_is_not_complete(
     done = grabstream("verify-archive", str(folder), **env_of(system))
     assert done.returncode == 1
     assert f"the event of seq {event['seq']} cannot be decoded" in done.stderr
+
+
+@pytest.mark.long
+async def test_a_line_that_was_set_aside_is_exported_as_text(system: Settings, tmp_path: Path) -> None:
+    """Readers of the archive treat it as those of the journal do."""
+    lines = lines_of(random_history(7, 60, NOW - 1_000 * DAY_MS))
+    last_seqs = [decode_line(line).last_seq for line in lines]
+    at = next(index for index in range(len(lines) - 1, 3, -1) if b'"grabs"' not in lines[index])
+    seq = last_seqs[at]
+    lines[at] = lines[at][:-1]  # no JSON
+    names, folder = ("ledger", "balances", "audit"), tmp_path / "archive"
+    async with AIOKafkaProducer(bootstrap_servers=system.kafka, acks="all") as producer:
+        journal = JournalWriter(system, producer)
+        await journal.marker(1, "a")
+        for index in range(len(lines)):
+            await journal.block(lines, index + 1, index + 1, last_seqs=last_seqs)
+    refused = grabstream("export", str(folder), **env_of(system))
+    assert (refused.returncode, "Once it is set aside" in refused.stderr) == (1, True)
+    async with running(system, *names) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        for name in names:
+            await until_stopped(system, name)
+            code, done = await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes")
+            assert (code, done["moved"]) == (0, True), done
+        await until_at_seq(system, last_seqs[-1])
+    report = export(system, folder)
+    assert (report["lines"], bodies(folder)) == (len(lines), lines)
+    found = duckdb.sql(f"SELECT * FROM {files_in(folder)} WHERE type IS NULL")
+    [row] = [dict(zip(found.columns, values, strict=True)) for values in found.fetchall()]
+    assert (row["seq"], row["seqs"], row["shard"]) == (seq, 1, SHARD)
+    assert row["hash"] == chain(GENESIS, lines)[at]
+    assert {name for name, value in row.items() if value is not None} == {
+        "seq", "seqs", "hash", "body", "day", "shard",
+    }  # fmt: skip
+    checked = export(system, folder, verb="verify-archive")
+    assert (checked["lines"], checked["set_aside"]) == (len(lines), 1)
+    archive = ("--archive", str(folder))
+    checks = verified(system, 0, *archive)
+    assert checks["chain of every shard"]["checked"] == verified(system, 0)["chain of every shard"]["checked"]
+    for source in (("journal",), ("archive", *archive)):
+        done = grabstream("replay", "--into", "-", "--source", *source, **env_of(system))
+        assert (done.returncode, "cannot be decoded" in done.stderr) == (1, True), done.stderr
+        rebuild = ("rebuild", "ledger", "--from", *source)
+        done = grabstream(*rebuild, **env_of(system))
+        assert (done.returncode, "--skip-set-aside" in done.stderr) == (1, True), done.stderr
+        done = grabstream(*rebuild, "--skip-set-aside", **env_of(system))
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def verified(settings: Settings, code: int, *words: str) -> dict[str, Any]:

@@ -146,6 +146,25 @@ def test_a_line_that_contradicts_its_place_is_refused(lines: list[bytes], why: s
         table_of(EventPart.of(3, 40, lines, chain(GENESIS, lines), [42, 43][: len(lines)]))
 
 
+@pytest.mark.parametrize("line", [b"{", RUN_LINE.replace(b'"offer":"e",', b""), b"null"])
+def test_a_line_that_was_set_aside_has_its_place_hash_and_text_only(line: bytes) -> None:
+    """The others have all columns."""
+    lines = [RUN_LINE.replace(b'"seq":41', b'"seq":%d' % seq) for seq in (41, 43, 45)]
+    lines[1] = line
+    given = EventPart.of(3, 40, lines, chain(GENESIS, lines), [42, 44, 46], [43])
+    rows = table_of(given).to_pylist()
+    assert [row["seq"] for row in rows] == [41, 43, 45]
+    assert [row["body"].encode() for row in rows] == lines
+    assert [row["hash"] for row in rows] == chain(GENESIS, lines)
+    assert {name for name, value in rows[1].items() if value is not None} == {"seq", "seqs", "hash", "body"}
+    assert [rows[0][name] for name in ("seqs", "type", "users")] == [
+        rows[2][name] for name in ("seqs", "type", "users")
+    ]
+    assert rows[1]["seqs"] == rows[0]["seqs"] == 2
+    with pytest.raises(Corrupt, match="Once it is set aside"):
+        table_of(given._replace(set_aside=(45,)))
+
+
 def test_a_missing_line_is_noticed() -> None:
     lines = as_runs(random_history(5, 50, NOW).lines)
     given = part(lines)

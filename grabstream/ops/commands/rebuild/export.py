@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+from psycopg import OperationalError
+from psycopg.errors import UndefinedTable
 
 from grabstream.extras import INSTALL_ANALYSTS, installed
 from grabstream.models.journal import Corrupt, Cursor, Gap
@@ -20,8 +22,12 @@ from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import ArchiveAddress
 from grabstream.ops.settings import BadSettings, Settings, load_settings
+from grabstream.projections.database.migrate import use_schema
+from grabstream.projections.database.sessions import connect
+from grabstream.projections.records import set_aside
+from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.streams.history.archive import Archive, ArchiveSystem, open_archive
-from grabstream.streams.history.archive_source import facts_in
+from grabstream.streams.history.archive_source import parts_in
 from grabstream.streams.history.sources import AuditSource, JournalSource, Source
 from grabstream.streams.history.stores import ArchiveInUse, CannotWrite, Store, in_thread
 from grabstream.streams.replaying.archive_encoder import Encoder, EncoderEnded
@@ -91,6 +97,9 @@ def verify_archive(archive: Path | str, as_json: bool) -> None:
     else:
         files, lines, events = (counted(report[name], name) for name in ("files", "lines", "events"))
         click.echo(f"{report['directory']} is complete: {files} with {lines} ({events}).")
+        if report["set_aside"]:
+            unreadable = counted(report["set_aside"], "lines")
+            click.echo(f"Set aside by operators when exported, and not readable: {unreadable}.")
 
 
 def _require_analysts(verb: str) -> None:
@@ -109,14 +118,17 @@ def _refusing() -> Iterator[None]:
 
 def _check(archive: Archive) -> dict[str, Any]:
     files = archive.manifest.files
-    lines = 0
+    lines = as_text = 0
     with ReadingBar("check", len(files)) as show:
         for file in files:
             # An export compares the places of lines only; whoever reads an archive decodes them.
-            lines += sum(len(facts) for facts in facts_in(archive, file, archive.content_of(file)))
+            for part in parts_in(archive, file, archive.content_of(file), lambda seq, is_text: is_text):
+                lines += len(part.facts) or 1
+                as_text += not part.facts
             show(1, file.last_seq - file.first_seq + 1)
     return {
         "directory": str(archive.store), "checked": True, "files": len(files), "lines": lines,
+        "set_aside": as_text,
         "events": sum(file.last_seq - file.first_seq + 1 for file in files),
     }  # fmt: skip
 
@@ -138,10 +150,21 @@ async def _export(
         async with open_history(settings, source) as opened, exporting(store, system) as begun:
             planned = await plan(opened, stretches, True, _ends(begun.archive, shards))
             _require_end(source, planned, store)
-            async with ArchiveSink(begun, encoder, step_of(settings)) as sink:
+            aside = await _set_aside(settings) if source == "journal" else ()
+            async with ArchiveSink(begun, encoder, step_of(settings), aside) as sink:
                 with ReadingBar("export", sum(part.units for part in planned)) as show:
                     ends = await _write(opened, planned, sink, show)
             return _report(store, source, planned, ends, sink)
+
+
+async def _set_aside(settings: Settings) -> Sequence[SetAsideRecord]:
+    """The records that operators set aside; none if PostgreSQL cannot be reached, or has no such table."""
+    try:
+        async with await connect(settings.postgres, settings.schema_) as connection:
+            await use_schema(connection, settings.schema_)
+            return await set_aside.load(connection)
+    except (OperationalError, UndefinedTable):
+        return ()
 
 
 def _require_end(source: str, planned: Sequence[Planned], store: Store) -> None:
