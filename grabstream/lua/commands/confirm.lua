@@ -54,7 +54,8 @@ end
 local function another_payment_text(known)
   return 'payment: this id is recorded with '
     .. (known[7] > 0 and int(known[7]) .. ' ' .. known[8] or 'nothing paid')
-    .. (known[6] > 0 and ' for ' .. int(known[6]) .. ' units' or '') .. ANOTHER_PAYMENT
+    .. (known[6] > 0 and ' for ' .. int(known[6]) .. (known[6] > 1 and ' units' or ' unit') or '')
+    .. ANOTHER_PAYMENT
 end
 
 -- The basket of a grab, or '', as a field of an event; the field before it ends as a text.

@@ -8,7 +8,6 @@ way.
 from typing import Any
 
 from grabstream.models.answers import Answer, LimitState
-from grabstream.models.bounds import counted
 from grabstream.models.commands import (
     AnyCommand,
     Confirm,
@@ -342,7 +341,7 @@ def _money_of(command: Confirm) -> tuple[int, str]:
 
 def _conflict_message(known: SettledPayment) -> str:
     money = f"{known.paid} {known.currency}" if known.paid else "nothing paid"
-    units = f" for {counted(known.quantity, 'units')}" if known.quantity else ""
+    units = f" for {known.quantity} unit{'s' * (known.quantity > 1)}" if known.quantity else ""
     return (
         f"payment: this id is recorded with {money}{units}; this payment was not booked: another payment "
         "needs another id"
