@@ -65,8 +65,8 @@ class CommandHandlers:
 
     def grab_soon(self, request: Request, body: bytes, then: Then) -> None:
         """The same without a task."""
-        plain = plain_grab_of(request, body)
-        command = grab_of(request, body) if plain is None else plain
+        batch = plain_grab_of(request, body)
+        command = grab_of(request, body) if batch is None else batch.commands[0]
         promise, began = promise_of(request), time.perf_counter()
 
         def answered(found: Answer | BaseException) -> None:
@@ -74,7 +74,7 @@ class CommandHandlers:
                 _trace(request, [found], began)
             then(self._found(request, command, found, promise))
 
-        self._gate.decide_soon(command, answered, promise, self._timeout_ms, is_plain=plain is not None)
+        self._gate.decide_soon(command, answered, promise, self._timeout_ms, batch=batch)
 
     async def open(self, request: Request, body: bytes) -> Reply:
         """POST /v1/offers"""

@@ -25,6 +25,7 @@ from grabstream.gateway.bounds import (
 )
 from grabstream.gateway.problems import JSON, Header, Problem, Reply, invalid
 from grabstream.gateway.slots import Room
+from grabstream.lua.gate.batches import PlainBatch, plain_batch
 from grabstream.lua.gate.journaled import settle
 from grabstream.lua.gate.single import Promise
 from grabstream.models.bounds import BASKET_GRABS_MAX, quoted
@@ -36,7 +37,6 @@ from grabstream.models.commands import (
     Undecodable,
     decode_command,
     named_in_basket,
-    offer_of_plain,
 )
 from grabstream.models.identifiers import ID_PATTERN, id_of_end_user, is_id
 from grabstream.models.money import Invalid
@@ -365,18 +365,16 @@ _only_user = re.compile(
 ).fullmatch
 
 
-def plain_grab_of(request: Request, body: bytes) -> Grab | None:
-    """The grab of a service whose body has a user and nothing else, and with which nothing is wrong
-    (`offer_of_plain`), as of most; None for any other.
+def plain_grab_of(request: Request, body: bytes) -> PlainBatch | None:
+    """The grab of a service whose body has a user and nothing else, and with which nothing is wrong, as of
+    most; None for any other.
     """
     found = _only_user(body)
     if found is None or request.user is not None:
         return None
     key = (request.header(b"idempotency-key") or b"").decode("latin-1")
     grab = Grab(id=key, offer=request.path["offer"], user=found[1].decode())
-    if offer_of_plain((grab,)) is None or key in NOT_IN_PATHS or grab.user in NOT_IN_PATHS:
-        return None
-    return grab
+    return None if key in NOT_IN_PATHS or grab.user in NOT_IN_PATHS else plain_batch((grab,))
 
 
 def grab_of(request: Request, body: bytes) -> Grab:

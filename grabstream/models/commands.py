@@ -6,7 +6,7 @@ wrong.
 
 import json
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, Final, Literal
 
@@ -360,58 +360,54 @@ def is_plain(command: Grab) -> bool:
     )
 
 
-def offer_of_plain(commands: Sequence[AnyCommand]) -> str | None:
-    """The offer of these commands, if all are plain grabs of it, and valid: most are, and this takes less
-    time than the rules.
-    """
+def is_right_and_plain(command: AnyCommand) -> bool:
+    """Whether a command is a plain grab, and valid: most are, and this takes less time than the rules."""
     try:
-        if len(commands) == 1:
-            [command] = commands
-            return command.offer if type(command) is Grab and _is_right_and_plain(command) else None
-        offers = _offers_of_plain(commands)
+        return (
+            type(command) is Grab
+            and is_plain(command)
+            # A command made in Python may have 1.0, or None.
+            and type(command.quantity) is int
+            and command.wait is False
+            and are_three_ids(command.id, command.offer, command.user)
+            and not is_reserved(command.id)
+        )
     except TypeError:
         # A name is not a string.
-        return None
-    return next(iter(offers)) if len(offers) == 1 else None
+        return False
 
 
-def _offers_of_plain(commands: Sequence[AnyCommand]) -> set[str]:
-    """The offers of these commands, if all are plain grabs, and valid; else none. Raises TypeError for a name
-    that is not a string.
+def offers_of_right_grabs(commands: Sequence[AnyCommand], quantity_max: int = 1) -> Collection[str]:
+    """The offers of these commands, if all are valid grabs of up to so many units, without further fields;
+    else none. Most are, and this takes less time than the rules.
     """
     if set(map(type, commands)) != {Grab}:
-        return set()
+        return ()
     columns = zip(*map(_fields_of_grab, commands), strict=True)
     ids, offers, users, quantities, waits, attributes, *absent = columns
-    names, count = set(offers), len(ids)
-    is_right = (
-        quantities.count(1) == waits.count(False) == count
-        and all(column.count(None) == count for column in absent)
-        and not any(attributes)
-        # A command made in Python may have 1.0, or 0 in place of False.
-        and set(map(type, quantities)) == {int}
-        and set(map(type, waits)) == {bool}
-        and not may_be_reserved(ids)
-        and are_ids((*ids, *names, *users))
-    )
-    return names if is_right else set()
+    count = len(ids)
+    try:
+        names = set(offers)
+        is_right = (
+            waits.count(False) == count
+            and all(column.count(None) == count for column in absent)
+            and not any(attributes)
+            # A command made in Python may have 1.0, or 0 in place of False.
+            and set(map(type, quantities)) == {int}
+            and set(map(type, waits)) == {bool}
+            and (quantities.count(1) == count or (min(quantities) >= 1 and max(quantities) <= quantity_max))
+            and not may_be_reserved(ids)
+            and are_ids((*ids, *names, *users))
+        )
+    except TypeError:
+        # A name is not a string.
+        return ()
+    return names if is_right else ()
 
 
 _fields_of_grab = attrgetter(
     "id", "offer", "user", "quantity", "wait", "attributes", "ticket", "basket", "metadata"
 )
-
-
-def _is_right_and_plain(command: Grab) -> bool:
-    """Whether a grab is plain and valid. Raises TypeError for a name that is not a string."""
-    return (
-        is_plain(command)
-        # A command made in Python may have 1.0, or None.
-        and type(command.quantity) is int
-        and command.wait is False
-        and are_three_ids(command.id, command.offer, command.user)
-        and not is_reserved(command.id)
-    )
 
 
 def are_right_confirmations(commands: Sequence[AnyCommand]) -> bool:
@@ -470,7 +466,7 @@ def _check_types(command: AnyCommand) -> None:
 
 
 def _check_rules(command: AnyCommand, from_system: bool = False) -> None:
-    if type(command) is Grab and _is_right_and_plain(command):
+    if is_right_and_plain(command):
         return
     if not is_id(command.id):
         raise Invalid(f"id: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(command.id)}")
@@ -829,7 +825,7 @@ def _plain_grabs(value: bytes) -> list[Grab]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
     is_right = len(grabs) * PLAIN_GRAB_QUOTES == quotes and len(grabs) <= ARRAY_COMMANDS_MAX
-    return grabs if is_right and _offers_of_plain(grabs) else []
+    return grabs if is_right and offers_of_right_grabs(grabs) else []
 
 
 def may_be_plain_grab(value: bytes | None) -> bool:

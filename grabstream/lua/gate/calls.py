@@ -5,7 +5,7 @@ why there is none.
 import asyncio
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,12 +15,13 @@ from redis.exceptions import ClusterError, NoScriptError, OutOfMemoryError, Read
 from grabstream.lua import loader
 from grabstream.lua.gate import encoding
 from grabstream.lua.gate.authority import NO_KEYS, Authority
+from grabstream.lua.gate.batches import Batch
 from grabstream.lua.gate.drawing import NotWanted, in_slices
 from grabstream.lua.gate.staging import ScriptCall, discard, stage
 from grabstream.lua.keys import KeySpace, ShardKeys, state_key_beside
 from grabstream.lua.library import LibraryMissing, is_missing, library, why_unusable
 from grabstream.lua.measures import FUNCTION_SECONDS
-from grabstream.models.commands import AnyCommand, Open
+from grabstream.models.commands import Open
 from grabstream.models.outcomes import Outcome
 
 BUSY_RETRY_MS: Final = 200
@@ -144,24 +145,23 @@ class Calls:
     async def call(
         self,
         keys: ShardKeys,
-        script: str,
-        commands: Sequence[AnyCommand],
+        batch: Batch,
         history: int,
         journaled_seq: int,
-        plain: Collection[str] | None = None,
         built: ScriptCall | None = None,
     ) -> encoding.ScriptReply:
         """Returns the reply that has the rows of the commands and the history of the shard. The call must be
-        decided in a history (0: any), by a server that has events up to `journaled_seq`. `plain` are the
-        offers of the commands, if all are plain grabs; `built` is what `draw` has made of them.
+        decided in a history (0: any), by a server that has events up to `journaled_seq`. `built` is what
+        `draw` has made of them.
 
         Raises CallRefused, AnotherHistory, Undecidable, BrokenOff, and errors of a client that cannot reach
         its server.
         """
+        script = batch.script
         if script == "open":
-            call = built or await self.draw(keys, commands)  # type: ignore[arg-type]
+            call = built or await self.draw(keys, batch.commands)
         else:
-            call = self._built(keys, script, commands, plain)
+            call = self._built(keys, batch)
         try:
             packed = await stage(partial(run_script, self._redis), call) if call.staged else call.arguments
             raw = await run_script(
@@ -210,13 +210,9 @@ class Calls:
         except Exception as error:
             raise Undecidable(f"{type(error).__name__}: {error}") from error
 
-    def _built(
-        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], plain: Collection[str] | None
-    ) -> ScriptCall:
+    def _built(self, keys: ShardKeys, batch: Batch) -> ScriptCall:
         try:
-            if plain is not None:
-                return encoding.build_plain(keys, commands, plain)  # type: ignore[arg-type]
-            return encoding.build(keys, script, commands, self._secrets)
+            return encoding.build(keys, batch, self._secrets)
         except Exception as error:
             raise Undecidable(f"{type(error).__name__}: {error}") from error
 

@@ -6,7 +6,7 @@ deciding the commands.
 """
 
 import secrets
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import count, repeat
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from grabstream.lua.gate.batches import Batch, PlainBatch
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
 from grabstream.lua.gate.tickets import TicketKeys
@@ -42,7 +43,7 @@ from grabstream.models.commands import (
     metadata_of,
     user_of,
 )
-from grabstream.models.digests import PLAIN, CannotCompare, whole_of
+from grabstream.models.digests import CannotCompare, whole_of
 from grabstream.models.events import CampaignZone
 from grabstream.models.identifiers import campaign_of, encoded_payment
 from grabstream.models.offers import (
@@ -172,21 +173,25 @@ class CallOffers:
         return names + [key for campaign in self.campaigns for key in keys.campaign_keys(campaign)]
 
 
-def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets) -> ScriptCall:
-    """Returns keys (after those of the shard) and packed arguments for a script that decides commands of its
-    name, except `open` (`building_open`).
+def build(keys: ShardKeys, batch: Batch, gate: Secrets) -> ScriptCall:
+    """Returns keys (after those of the shard) and packed arguments for the script that decides a batch,
+    except `open` (`building_open`).
     """
+    if isinstance(batch, PlainBatch):
+        return _plain_call(keys, batch)
+    commands, script = batch.commands, batch.script
     call_offers = CallOffers([command.offer for command in commands])
     if len(call_offers.offers) == 1:
         names: Sequence[str] = _keys_of_one(keys, call_offers.offers[0])[0]
     else:
         names = call_offers.keys(keys)
     if script == "confirm":
-        return ScriptCall(names, _confirm_arguments(commands, gate.sealer, call_offers))  # type: ignore[arg-type]
-    if script == "grab":
-        return ScriptCall(names, _grab_arguments(commands, gate, call_offers))  # type: ignore[arg-type]
+        return ScriptCall(names, _confirm_arguments(commands, gate.sealer, call_offers))
     columns = _first_columns(call_offers, commands, gate)
-    columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
+    if script == "grab":
+        columns += _last_columns_of_grab(commands, gate.tickets)
+    else:
+        columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
     return ScriptCall(names, [_pack(columns)])
 
 
@@ -216,21 +221,16 @@ def _first_columns(call_offers: CallOffers, commands: Sequence[AnyCommand], gate
 # -- grab ----------------------------------------------------------------------------------------------------
 
 
-def build_plain(keys: ShardKeys, commands: Sequence[Grab], offers: Collection[str]) -> ScriptCall:
-    """Returns what `build` does, for plain grabs of these offers."""
-    ids, users = [c.id for c in commands], [c.user for c in commands]
-    if len(offers) == 1 and len(set(users)) == len(users):
-        [offer] = offers
+def _plain_call(keys: ShardKeys, batch: PlainBatch) -> ScriptCall:
+    """Returns what `build` does, for plain grabs: the script tests none of them for other fields."""
+    ids, users = [c.id for c in batch.commands], [c.user for c in batch.commands]
+    if len(batch.offers) == 1 and len(set(users)) == len(users):
+        [offer] = batch.offers
         names, campaign = _keys_of_one(keys, offer)
         return ScriptCall(names, _plain_arguments(offer, campaign, ids, users))
-    call_offers = CallOffers([c.offer for c in commands])
-    return ScriptCall(call_offers.keys(keys), _columns_of_plain(call_offers, ids, users))
-
-
-def _columns_of_plain(call_offers: CallOffers, ids: Sequence[str], users: Sequence[str]) -> list[bytes]:
-    """Returns the arguments of `grab` for plain grabs: the script tests none of them for other fields."""
-    columns = [call_offers.offers, call_offers.campaign_of, call_offers.campaigns]
-    return [_pack([*columns, ids, call_offers.offer_of, False, users, False, False, False, False])]
+    call_offers = CallOffers([c.offer for c in batch.commands])
+    columns = [call_offers.offers, call_offers.campaign_of, call_offers.campaigns, ids, call_offers.offer_of]
+    return ScriptCall(call_offers.keys(keys), [_pack([*columns, False, users, *[False] * 4])])
 
 
 @lru_cache(maxsize=1024)
@@ -246,28 +246,15 @@ def _plain_arguments(offer: str, campaign: str, ids: Sequence[str], users: Seque
     return [_pack(columns), '","'.join(ids).encode(), '","'.join(users).encode()]
 
 
-def _grab_arguments(commands: Sequence[Grab], gate: Secrets, call_offers: CallOffers) -> list[bytes]:
-    """Returns the packed arguments of `grab`."""
-    columns: list[Any] = [call_offers.offers, call_offers.campaign_of, call_offers.campaigns]
-    ids = [c.id for c in commands]
-    users = [c.user for c in commands]
-    digests = list(map(gate.sealer.digests.of, commands))
-    if digests.count(PLAIN) == len(users):
-        if len(call_offers.offers) == 1 and len(users) == len(set(users)):
-            return _plain_arguments(call_offers.offers[0], call_offers.campaigns[0], ids, users)
-        return _columns_of_plain(call_offers, ids, users)
-    attributes = [_json(c.attributes).decode() if c.attributes else "" for c in commands]
-    columns += [
-        ids,
-        call_offers.offer_of,
-        digests,
-        users,
+def _last_columns_of_grab(commands: Sequence[Grab], tickets: TicketKeys) -> list[Any]:
+    """Returns the columns of `grab` after those of all commands."""
+    return [
+        [c.user for c in commands],
         [c.quantity for c in commands],
-        attributes,
-        [_extra_of(command, gate.tickets) for command in commands],
+        [_json(c.attributes).decode() if c.attributes else "" for c in commands],
+        [_extra_of(command, tickets) for command in commands],
         False,
     ]
-    return [_pack(columns)]
 
 
 def _width(values: Sequence[str]) -> int | str:

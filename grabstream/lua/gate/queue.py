@@ -7,11 +7,10 @@ from typing import Final
 
 import msgspec
 
-from grabstream.lua.gate.drawing import DRAWN_IN_CALL_MAX, parts_drawn
-from grabstream.lua.gate.sizes import PLAIN_BYTES, size_of_all
+from grabstream.lua.gate.batches import Batch, batch_of
 from grabstream.lua.keys import ShardKeys
-from grabstream.models.answers import Answer, refusal
-from grabstream.models.commands import AnyCommand, basket_of, user_of
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand, basket_of
 from grabstream.models.outcomes import SEND_AGAIN, Outcome, OutcomeUnknown
 
 #: Entries in one call, until one of them causes an error: in effect no bound apart from that on commands.
@@ -66,22 +65,20 @@ class Lane:
 
 
 class QueueEntry(msgspec.Struct, eq=False):
-    """Consecutive commands of one caller, shard and type. `is_done` is set when they are decided or refused,
-    and then `answers` and `history` have the outcome; or when they get no answer, because of `error`, or
-    because nobody waits for it. `next` is the following entry of the same caller's call and shard: it must
-    not overtake commands that were not decided.
+    """A batch of consecutive commands of one caller and shard. `is_done` is set when they are decided or
+    refused, and then `answers` and `history` have the outcome; or when they get no answer, because of
+    `error`, or because nobody waits for it. `next` is the following entry of the same caller's call and
+    shard: it must not overtake commands that were not decided.
 
     `unsure` is set when the commands may be decided but this is unknown (no reply arrived, or a history was
     lost): then they cannot be refused any more. `given` is set when the caller has its answers, or no longer
     waits. `entries_max` is how many entries may share a script call with this one: fewer after an error.
     `parts` are the entries that this one was split into: to find the command that causes an error, or because
-    a call had no room for all commands. `fault` is the error of a single command. `plain` is the offer of the
-    commands, if all are plain grabs of it.
+    a call had no room for all commands. `fault` is the error of a single command.
     """
 
     lane: Lane
-    script: str
-    commands: Sequence[AnyCommand]
+    batch: Batch
     deadline: float
     patience_seconds: float
     patient_until: float | None = None
@@ -90,29 +87,14 @@ class QueueEntry(msgspec.Struct, eq=False):
     entries_max: int = ENTRIES_IN_CALL_MAX
     breaks: int = 0
     fault: str | None = None
-    plain: str | None = None
     next: "QueueEntry | None" = None
     parts: "tuple[QueueEntry, ...]" = ()
     answers: list[Answer] = []
     history: int = 0
-    bytes: int = 0
-    #: Whether it has so many parts that others of the shard are decided while they are drawn.
-    draws: bool = False
-    #: Two callers may use the same basket name, so entries with baskets never share a call.
-    has_baskets: bool = False
     is_done: bool = False
     error: BaseException | None = None
     #: Of the caller, while it waits.
     waiter: asyncio.Future[None] | None = None
-
-    def __post_init__(self) -> None:
-        if self.plain is not None:
-            self.bytes = PLAIN_BYTES * len(self.commands)
-            return
-        self.bytes = size_of_all(self.commands)
-        if self.script == "open" and parts_drawn(self.commands) > DRAWN_IN_CALL_MAX:
-            self.draws, self.entries_max = True, 1
-        self.has_baskets = self.script == "grab" and any(map(basket_of, self.commands))
 
     @property
     def last_seq(self) -> int:
@@ -168,9 +150,7 @@ class QueueEntry(msgspec.Struct, eq=False):
                     OutcomeUnknown(f"it is unknown whether the commands were decided ({message}){SEND_AGAIN}")
                 )
             else:
-                entry.answer(
-                    [refusal(c.id, outcome, c.offer, message, retry_at, user_of(c)) for c in entry.commands]
-                )
+                entry.answer(entry.batch.refused(outcome, message, retry_at))
             entry = entry.next
 
     def fail(self, error: BaseException) -> None:
@@ -179,23 +159,19 @@ class QueueEntry(msgspec.Struct, eq=False):
             self.error = error
             self.settle()
 
-    @property
-    def offers(self) -> set[str]:
-        """The offers that the commands name."""
-        return {self.plain} if self.plain is not None else {command.offer for command in self.commands}
-
     def halves(self) -> "tuple[QueueEntry, ...]":
         """Splits the entry into halves, each of which gets its own call; returns () for a single command or
         basket.
         """
-        end = whole_baskets(range(len(self.commands)), self.commands, len(self.commands) // 2)
-        if end == len(self.commands):
+        commands = self.batch.commands
+        end = whole_baskets(range(len(commands)), commands, len(commands) // 2)
+        if end == len(commands):
             # From the middle on, all are of one basket: the first half ends where it begins.
-            last = basket_of(self.commands[-1])
+            last = basket_of(commands[-1])
             end -= 1
-            while end and last is not None and basket_of(self.commands[end - 1]) == last:
+            while end and last is not None and basket_of(commands[end - 1]) == last:
                 end -= 1
-        if not 0 < end < len(self.commands):
+        if not 0 < end < len(commands):
             return ()
         halves = self.split(end)
         for half in halves:
@@ -205,8 +181,8 @@ class QueueEntry(msgspec.Struct, eq=False):
     def split(self, end: int) -> "tuple[QueueEntry, QueueEntry]":
         """Splits the entry into its commands before an index, and the others."""
         first, second = (
-            QueueEntry(self.lane, self.script, part, self.deadline, self.patience_seconds, plain=self.plain)
-            for part in (self.commands[:end], self.commands[end:])
+            QueueEntry(self.lane, batch_of(commands, self.batch), self.deadline, self.patience_seconds)
+            for commands in (self.batch.commands[:end], self.batch.commands[end:])
         )
         first.next, second.next = second, self.next
         for part in (first, second):
@@ -261,12 +237,12 @@ def _leaves(entry: QueueEntry) -> list[QueueEntry]:
     return [leaf for part in entry.parts for leaf in _leaves(part)] if entry.parts else [entry]
 
 
-def few_offers(indexes: Sequence[int], commands: Sequence[AnyCommand], start: int, end: int) -> int:
+def few_offers(indexes: Sequence[int], commands: Sequence[AnyCommand], end: int) -> int:
     """Returns the greatest end, up to `end`, at which the commands name at most OFFERS_IN_CALL_MAX offers."""
-    if end - start <= OFFERS_IN_CALL_MAX:
+    if end <= OFFERS_IN_CALL_MAX:
         return end
     offers: set[str] = set()
-    for index in range(start, end):
+    for index in range(end):
         offers.add(commands[indexes[index]].offer)
         if len(offers) > OFFERS_IN_CALL_MAX:
             return index

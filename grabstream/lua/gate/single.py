@@ -76,7 +76,7 @@ class SingleCommand(QueueEntry, kw_only=True):
             self.then(result)
         except Exception:
             # Whoever releases this has others to release.
-            log.exception("the answer to command %s was not taken", self.commands[0].id)
+            log.exception("the answer to command %s was not taken", self.batch.commands[0].id)
 
 
 def not_journaled(shard: int, seq: int) -> OutcomeUnknown:

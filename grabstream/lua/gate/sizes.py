@@ -29,18 +29,19 @@ from grabstream.models.offers import EnvelopeTerms
 CALL_BYTES_MAX: Final = 128 * 1024
 #: The size of a command that has only ids and numbers.
 PLAIN_BYTES: Final = 64
-#: So many grabs of one unit, without further fields, fit into a call.
-PLAIN_GRABS_MAX: Final = CALL_BYTES_MAX // PLAIN_BYTES
 _PART_BYTES: Final = 6
 
 
 def size_of(command: AnyCommand) -> int:
     """Returns an estimate of the bytes that a command takes of a call's arguments."""
     if isinstance(command, Grab):
-        carried = carried_texts(carried_by(command))
-        size = PLAIN_BYTES + sum(len(name) + len(text.encode()) for name, text in carried)
-        # Attributes are sent twice: as text for the event, and as a map.
-        return size + 2 * sum(len(name) + len(value) + 6 for name, value in command.attributes.items())
+        size = PLAIN_BYTES
+        if carried := carried_by(command):
+            size += sum(len(name) + len(text.encode()) for name, text in carried_texts(carried))
+        if attributes := command.attributes:
+            # They are sent twice: as text for the event, and as a map.
+            size += 2 * sum(len(name) + len(value) + 6 for name, value in attributes.items())
+        return size
     if isinstance(command, Load):
         item_bytes = bytes_of_code if command.what == "codes" else len
         return PLAIN_BYTES + sum(map(item_bytes, command.items))
@@ -71,18 +72,11 @@ def size_of_all(commands: Sequence[AnyCommand]) -> int:
         return size_of(commands[0])
     if type(commands[0]) is Confirm:
         return PLAIN_BYTES * len(commands) + sum(map(_beyond_plain, commands))  # type: ignore[arg-type]
-    if type(commands[0]) is Grab and not any(
-        command.attributes or carried_by(command)  # type: ignore[union-attr]
-        for command in commands
-    ):
-        return PLAIN_BYTES * len(commands)
     return sum(map(size_of, commands))
 
 
 def fitting(commands: Sequence[AnyCommand]) -> int:
-    """Returns how many of the first of these commands, of one type, fit into one call; at least 1."""
-    if size_of_all(commands) <= CALL_BYTES_MAX:
-        return len(commands)
+    """Returns how many of the first of these commands fit into one call; at least 1."""
     size = 0
     for index, command in enumerate(commands):
         size += size_of(command)

@@ -227,7 +227,7 @@ async def test_a_crowd_of_confirmations_is_decided_together(
     sent, build = [], encoding.build
 
     def built(*arguments: Any) -> Any:
-        sent.append(len(arguments[2]))
+        sent.append(len(arguments[1].commands))
         return build(*arguments)
 
     monkeypatch.setattr(encoding, "build", built)

@@ -15,8 +15,20 @@ from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
-from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open, Pause, Resume, offer_of_plain
+from grabstream.models.commands import (
+    Amend,
+    AnyCommand,
+    Close,
+    Grab,
+    Open,
+    Pause,
+    Resume,
+    check,
+    is_right_and_plain,
+    offers_of_right_grabs,
+)
 from grabstream.models.identifiers import ID_LENGTH_MAX
+from grabstream.models.money import AMOUNT_MAX, Invalid
 from grabstream.models.offers import Changes, EnvelopeTerms, Limit, Terms
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.scene import BERLIN, DAY, by_user, coupon, stock
@@ -205,7 +217,7 @@ _grabs = st.builds(
     id=st.one_of(_ids, st.sampled_from(["sweep", "", "a/b", 'a"', "é", "x" * 65, None, 7, b"a"])),
     offer=st.one_of(st.just("o"), st.just("o"), st.just("o"), _ids, st.sampled_from(["", "o\0", None])),
     user=st.one_of(_ids, st.sampled_from(["", "a b", "x" * 64, 1.0, []])),
-    quantity=st.sampled_from([1] * 12 + [2, 0, 1.0, True, None, "1"]),
+    quantity=st.sampled_from([1] * 12 + [2, 10**13, 10**13 + 1, 0, 1.0, True, None, "1"]),
     wait=st.sampled_from([False] * 12 + [True, 0, None]),
     basket=st.sampled_from([None] * 12 + ["b", ""]),
     ticket=st.sampled_from([None] * 12 + ["t", ""]),
@@ -215,8 +227,20 @@ _grabs = st.builds(
 
 
 @given(st.lists(st.one_of(_grabs, _grabs, _grabs, st.just(Pause(id="p", offer="o"))), min_size=1, max_size=4))
-def test_grabs_are_plain_together_if_each_is_plain_and_right(commands: list[Any]) -> None:
+def test_grabs_are_right_together_if_each_is_right(commands: list[Any]) -> None:
     """A list is checked by column, which must find what the check of each command finds."""
-    alone = [offer_of_plain([command]) for command in commands]
-    expected = alone[0] if len(set(alone)) == 1 else None
-    assert offer_of_plain(commands) == expected
+
+    def is_right(command: Any) -> bool:
+        if type(command) is not Grab or is_right_and_plain(replace(command, quantity=1)) is False:
+            return False
+        try:
+            check(command)
+        except Invalid:
+            return False
+        return True
+
+    offers = {command.offer for command in commands} if all(map(is_right, commands)) else set()
+    assert set(offers_of_right_grabs(commands, AMOUNT_MAX)) == offers
+    if not all(map(is_right_and_plain, commands)):
+        offers = set()
+    assert set(offers_of_right_grabs(commands)) == offers

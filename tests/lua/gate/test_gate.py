@@ -287,7 +287,7 @@ async def test_calls_go_side_by_side_if_they_are_large_or_the_server_is_fast(
     held_back.sent.clear()
     crowd = [asyncio.create_task(gate.decide([grab], "decided", reader=reader)) for grab in grabs(callers)]
     await until(lambda: gate._shards[0].in_flight)
-    in_flight = [sum(len(entry.commands) for entry in call) for call in gate._shards[0].in_flight]
+    in_flight = [sum(len(entry.batch.commands) for entry in call) for call in gate._shards[0].in_flight]
     held_back.sent.set()
     answers = [answer for [answer] in await asyncio.gather(*crowd)]
     assert in_flight == calls

@@ -13,6 +13,7 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grabstream.lua.gate.batches import Batch, batch_of
 from grabstream.lua.gate.calls import CallRefused, GateLimits
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import CallOrder, Lane, QueueEntry
@@ -60,9 +61,9 @@ async def test_a_server_that_lags_behind_a_journaled_command_decides_nothing(rel
     gate, [grab, *_] = gate_over(relay), steps_of("ann")
     seq = int(await relay.client.hget(relay.shard.state, "seq"))
     with pytest.raises(CallRefused, match="this server lags behind the journal") as refused:
-        await gate._calls.call(relay.shard, "grab", [grab], 0, seq + 1)
+        await gate._calls.call(relay.shard, batch_of([grab]), 0, seq + 1)
     assert refused.value.outcome == Outcome.fenced
-    reply = await gate._calls.call(relay.shard, "grab", [grab], 0, seq)
+    reply = await gate._calls.call(relay.shard, batch_of([grab]), 0, seq)
     assert reply.rows_or_message[0][0] == Outcome.held
     await gate.close()
 
@@ -312,8 +313,14 @@ def test_calls_take_a_type_together_and_keep_the_order_of_each_lane(
         gate = Gate(None, KeySpace("test", 1), SEALER)
         shard = gate._shards[0]
         lanes = [Lane() for _ in range(6)]
+        commands = steps_of("ann")[:1]
         of_queue = [
-            QueueEntry(Lane() if are_all_alone else lanes[lane], script, steps_of("ann")[:1], math.inf, 0.0)
+            QueueEntry(
+                Lane() if are_all_alone else lanes[lane],
+                Batch(commands, {"o"}, 64, script),
+                math.inf,
+                0.0,
+            )
             for lane, script in queued
         ]
         shard.queue.extend(of_queue)
@@ -321,7 +328,7 @@ def test_calls_take_a_type_together_and_keep_the_order_of_each_lane(
         calls = []
         while shard.queue:
             call, *_ = gate._next_call(shard)
-            assert len({entry.script for entry in call}) == 1
+            assert len({entry.batch.script for entry in call}) == 1
             for entry in call:
                 entry.lane.in_flight = False
             calls.append(call)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grabstream.lua.gate.batches import batch_of
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import CallOrder, QueueEntry
@@ -297,14 +298,14 @@ async def test_a_missing_permission_is_busy_and_not_undecidable(relay: FakeRelay
 @given(st.lists(st.sampled_from((None, None, "a", "b")), min_size=1, max_size=9))
 async def test_a_list_is_halved_until_each_command_or_basket_is_alone(baskets: list[str | None]) -> None:
     commands = [Grab(id=f"g{i}", offer="m", user=f"u{i}", basket=basket) for i, basket in enumerate(baskets)]
-    whole = QueueEntry(CallOrder().lane(0), "grab", commands, 0.0, 0.0)
+    whole = QueueEntry(CallOrder().lane(0), batch_of(commands), 0.0, 0.0)
     waiting, alone = [whole], list[list[AnyCommand]]()
     while waiting:
         entry = waiting.pop(0)
         parts = entry.halves()
         waiting = [*parts, *waiting]
         if not parts:
-            alone.append(list(entry.commands))
+            alone.append(list(entry.batch.commands))
     expected: list[list[AnyCommand]] = []
     for basket, group in groupby(commands, key=lambda one: one.basket):
         of_basket = list(group)

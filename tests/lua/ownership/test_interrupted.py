@@ -18,6 +18,7 @@ import redis
 import redis.asyncio
 
 from grabstream.lua.gate import encoding
+from grabstream.lua.gate.batches import batch_of
 from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
 from grabstream.lua.gate.drawing import in_slices
 from grabstream.lua.gate.gate import Gate
@@ -349,7 +350,7 @@ async def _call(client: Any, keys: KeySpace, commands: list[AnyCommand], now: in
         opens = [command for command in commands if isinstance(command, Open)]
         call = await in_slices(encoding.building_open(shard, opens, secrets, now))
     else:
-        call = encoding.build(shard, script, commands, secrets)
+        call = encoding.build(shard, batch_of(commands), secrets)
     arguments = (f"{shard.shard}/{keys.shards}", now_ms(), now, 10**12, "", *call.arguments)
     return encoding.decode_reply(await run_script(client, script, [*shard.deciding(), *call.keys], arguments))
 
