@@ -74,9 +74,9 @@ _json = msgspec.json.Encoder().encode
 GRANTED = int(Outcome.granted)
 HELD = int(Outcome.held)
 CONFIRMED = int(Outcome.confirmed)
+INVALID = int(Outcome.invalid)
 #: The details of a grab that got pieces, without codes.
 _TAKEN_DETAILS = {"limits", "number", "deadline_at", "due", "currency"}
-_ROW_WIDTH = 10
 #: The details of a confirmed hold without codes.
 _CONFIRMED_DETAILS = {"number"}
 
@@ -102,6 +102,23 @@ class GrantRun(msgspec.Struct, frozen=True, array_like=True):
     amounts: str
 
 
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The answer to a command, as `list_row` in includes/records.lua lists it: the last places are omitted if
+    they are empty. An empty table of details is a list.
+    """
+
+    code: int
+    seq: int
+    at: int
+    amount: int = 0
+    quantity: int = 0
+    place: int = 0
+    left: int = 0
+    repeated: int = 0
+    retry_at: int = 0
+    details: Any = None
+
+
 class ScriptReply(msgspec.Struct, frozen=True, array_like=True):
     """A script's reply: code 0 with history and rows, and a run of grants that comes before the rows; or the
     code of the call's refusal, with retry_at and message.
@@ -109,7 +126,7 @@ class ScriptReply(msgspec.Struct, frozen=True, array_like=True):
 
     code: int
     history_or_retry_at: int = 0
-    rows_or_message: Any = None
+    rows_or_message: list[Row] | str = ""
     run: GrantRun | None = None
 
 
@@ -127,17 +144,15 @@ def granted_answers(shard: int, commands: Sequence[Any], run: GrantRun) -> list[
     )  # fmt: skip
 
 
-def are_confirmed(rows: Sequence[Sequence[Any]]) -> bool:
+def are_confirmed(rows: Sequence[Row]) -> bool:
     """Whether all rows are those of holds that were confirmed for the first time, without coupons."""
-    if set(map(len, rows)) != {_ROW_WIDTH}:
-        return False
-    codes, *_, repeated, retries, details = zip(*rows, strict=True)
-    return codes.count(CONFIRMED) == len(rows) and not (any(repeated) or any(retries) or any(details))
+    codes = [row.code for row in rows if not (row.repeated or row.retry_at or row.details)]
+    return 0 < len(rows) == codes.count(CONFIRMED)
 
 
-def confirmed_answers(shard: int, commands: Sequence[Confirm], rows: Sequence[Sequence[Any]]) -> list[Answer]:
+def confirmed_answers(shard: int, commands: Sequence[Confirm], rows: Sequence[Row]) -> list[Answer]:
     """Returns the answers to the first of these commands, those with such rows (`are_confirmed`)."""
-    _, seqs, times, amounts, quantities, places, lefts, *_ = zip(*rows, strict=True)
+    seqs, times, amounts, quantities, places, lefts = zip(*map(_numbers_of_row, rows), strict=True)
     ids, grabs, users, offers = zip(*map(_named_by_confirm, commands[: len(rows)]), strict=True)
     return list(
         map(
@@ -148,6 +163,7 @@ def confirmed_answers(shard: int, commands: Sequence[Confirm], rows: Sequence[Se
 
 
 _named_by_confirm = attrgetter("id", "grab", "user", "offer")
+_numbers_of_row = attrgetter("seq", "at", "amount", "quantity", "place", "left")
 
 decode_reply = msgspec.msgpack.Decoder(ScriptReply).decode
 
@@ -509,30 +525,29 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
 # -- answers -------------------------------------------------------------------------------------------------
 
 
-def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Sealer) -> Answer:
-    """Returns the answer to a command from its row {code, seq, at, amount, quantity, place, left, repeated,
-    retry_at, details}.
-    """
-    code = row[0]
-    width = len(row)
-    if code == GRANTED and width < 10:
-        return Answer(
-            command.id, "granted", 0, command.offer, command.user, command.id,  # type: ignore[union-attr]
-            row[3], row[4], row[5], row[6], width > 7 and row[7] == 1, None, shard, row[1], row[2],
-        )  # fmt: skip
-    if width == 3 and type(command) is Grab:
-        # The usual refusal.
-        return Answer(
-            command.id, OUTCOME_NAMES[code], code, command.offer, command.user,
-            shard=shard, seq=row[1] or None, at=row[2],
-        )  # fmt: skip
-    details: dict[str, Any] = row[9] if width > 9 and row[9] else {}
+def answer_of(shard: int, command: AnyCommand, row: Row, sealer: Sealer) -> Answer:
+    """Returns the answer to a command from its row."""
+    code = row.code
+    if not row.details and type(command) is Grab:
+        if code == GRANTED:
+            return Answer(
+                command.id, "granted", 0, command.offer, command.user, command.id, row.amount, row.quantity,
+                row.place, row.left, row.repeated == 1, None, shard, row.seq, row.at,
+            )  # fmt: skip
+        if code >= INVALID and not (row.place or row.repeated or row.retry_at):
+            # The usual refusal.
+            return Answer(
+                command.id, OUTCOME_NAMES[code], code, command.offer, command.user,
+                shard=shard, seq=row.seq or None, at=row.at,
+            )  # fmt: skip
+    details: dict[str, Any] = row.details or {}
     if code <= HELD and type(command) is Grab and details.keys() <= _TAKEN_DETAILS:
         # The usual answer to a grab of pieces.
         number = details.get("number")
         return Answer(
-            command.id, OUTCOME_NAMES[code], code, command.offer, command.user, command.id, row[3], row[4],
-            row[5], row[6], row[7] == 1, row[8] or None, shard, row[1] or None, row[2], None,
+            command.id, OUTCOME_NAMES[code], code, command.offer, command.user, command.id, row.amount,
+            row.quantity, row.place, row.left, row.repeated == 1, row.retry_at or None, shard,
+            row.seq or None, row.at, None,
             details.get("deadline_at"), details.get("due"), details.get("currency"), None,
             tuple([_limit_state(*limit) for limit in details["limits"]]) if "limits" in details else (),
             None if number is None else str(number),
@@ -541,38 +556,30 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
         # The usual answer to a confirmation.
         number = details.get("number")
         return Answer(
-            command.id, "confirmed", code, command.offer, command.user, command.grab, row[3], row[4], row[5],
-            row[6], row[7] == 1, row[8] or None, shard, row[1] or None, row[2],
+            command.id, "confirmed", code, command.offer, command.user, command.grab, row.amount,
+            row.quantity, row.place, row.left, row.repeated == 1, row.retry_at or None, shard,
+            row.seq or None, row.at,
             coupon_code=None if number is None else str(number),
         )  # fmt: skip
     if "kept" in details:
         return answer_of(shard, command, _compared(command, row, details, sealer), sealer)
-    fields: dict[str, Any] = {
-        "repeated": width > 7 and row[7] == 1,
-        "retry_at": (row[8] or None) if width > 8 else None,
-    }
+    fields: dict[str, Any] = {"repeated": row.repeated == 1, "retry_at": row.retry_at or None}
     if isinstance(command, GrabCommand) and details.get("again"):
-        fields |= {"grab": command.grab, "quantity": row[4] or None}
-    elif code >= Outcome.invalid:
-        if code == Outcome.already_taken and width > 5 and row[5]:
-            fields |= {"amount": row[3], "quantity": row[4], "place": row[5]}
+        fields |= {"grab": command.grab, "quantity": row.quantity or None}
+    elif code >= INVALID:
+        if code == Outcome.already_taken and row.place:
+            fields |= {"amount": row.amount, "quantity": row.quantity, "place": row.place}
     elif isinstance(command, Grab | GrabCommand):
         grab = command.id if isinstance(command, Grab) else command.grab
-        fields |= {"grab": grab, "amount": row[3], "quantity": row[4], "place": row[5], "left": row[6]}
+        fields |= {"grab": grab, "amount": row.amount, "quantity": row.quantity, "place": row.place}
+        fields["left"] = row.left
     else:
-        fields |= {"amount": row[3] or None, "quantity": row[4] or None, "left": row[6]}
+        fields |= {"amount": row.amount or None, "quantity": row.quantity or None, "left": row.left}
     fields |= _fields_of_details(shard, command, details, sealer)
     return Answer(
-        command.id,
-        OUTCOME_NAMES[code],
-        code,
-        command.offer,
-        user_of(command),
-        shard=shard,
-        seq=row[1] or None,
-        at=row[2],
-        **fields,
-    )
+        command.id, OUTCOME_NAMES[code], code, command.offer, user_of(command),
+        shard=shard, seq=row.seq or None, at=row.at, **fields,
+    )  # fmt: skip
 
 
 def with_metadata(commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> list[Answer]:
@@ -596,19 +603,17 @@ def as_sent(commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> list[A
     ]
 
 
-def _compared(
-    command: AnyCommand, row: Sequence[Any], details: dict[str, Any], sealer: Sealer
-) -> Sequence[Any]:
+def _compared(command: AnyCommand, row: Row, details: dict[str, Any], sealer: Sealer) -> Row:
     """Returns the row of a command whose stored digest has another form or key than the digest sent: compares
     the stored digest with the command here.
     """
     try:
         if sealer.digests.is_of(details["kept"], command):
-            return details["first"]  # type: ignore[no-any-return]
+            return Row(*details["first"])
         others = {name: value for name, value in details.items() if name not in ("kept", "first")}
-        return [*row[:9], others]
+        return msgspec.structs.replace(row, details=others)
     except CannotCompare as error:
-        return [int(Outcome.conflict), 0, row[2], 0, 0, 0, 0, 0, 0, {"message": str(error)}]
+        return Row(int(Outcome.conflict), 0, row.at, details={"message": str(error)})
 
 
 def _fields_of_details(

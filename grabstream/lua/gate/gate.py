@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import groupby, repeat
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, Final
 
 from grabstream.lua.gate import encoding, personal
@@ -110,7 +110,7 @@ SHARDS_KNOWN_MAX: Final = 100_000
 BREAKS_MAX: Final = 3
 
 #: The outcome's code in a row of a reply.
-_code_of = itemgetter(0)
+_code_of = attrgetter("code")
 
 #: Called for a command that no script can decide, with its index in the caller's list and the error.
 ReportUndecidable = Callable[[int, str], None]
@@ -720,7 +720,7 @@ class Gate:
         number, history = shard.keys.shard, reply.history_or_retry_at
         script, commands = batch.script, batch.commands
         answers = encoding.granted_answers(number, commands, reply.run) if reply.run else []
-        rows = reply.rows_or_message
+        rows: Any = reply.rows_or_message
         counts = self.measures.answers[script]
         counts[Outcome.granted] += len(answers)
         if script == "confirm" and encoding.are_confirmed(rows):
@@ -751,7 +751,7 @@ class Gate:
         return rest
 
     def _answers_of(
-        self, shard: int, commands: Sequence[AnyCommand], rows: Sequence[Sequence[Any]]
+        self, shard: int, commands: Sequence[AnyCommand], rows: Sequence[encoding.Row]
     ) -> list[Answer]:
         """The answers to the first of these commands, of which there are such rows."""
         try:
@@ -760,7 +760,7 @@ class Gate:
             # One of them causes the error: the others get their answers.
             return list(map(self._answer_of, repeat(shard), commands, rows))
 
-    def _answer_of(self, shard: int, command: AnyCommand, row: Sequence[Any]) -> Answer:
+    def _answer_of(self, shard: int, command: AnyCommand, row: encoding.Row) -> Answer:
         try:
             return encoding.answer_of(shard, command, row, self._sealer)
         except Exception as error:
@@ -905,20 +905,13 @@ def _beside_min(shard: ShardQueue) -> int:
     return BESIDE_FAST_COMMANDS_MIN if shard.is_fast else BESIDE_COMMANDS_MIN
 
 
-def _partial_answer(shard: int, command: AnyCommand, row: Sequence[Any], error: Exception) -> Answer:
+def _partial_answer(shard: int, command: AnyCommand, row: encoding.Row, error: Exception) -> Answer:
     """Returns the answer to a decided command whose row cannot be read completely: only outcome and event."""
     message = f"decided, but the rest of the answer cannot be read: {type(error).__name__}: {error}"
     return Answer(
-        command.id,
-        OUTCOME_NAMES[row[0]],
-        row[0],
-        command.offer,
-        user_of(command),
-        shard=shard,
-        seq=row[1] or None,
-        at=row[2],
-        message=message,
-    )
+        command.id, OUTCOME_NAMES[row.code], row.code, command.offer, user_of(command),
+        shard=shard, seq=row.seq or None, at=row.at, message=message,
+    )  # fmt: skip
 
 
 def _refused(command: AnyCommand, from_system: bool, limits: GateLimits) -> Answer | None:

@@ -15,7 +15,7 @@ import msgspec
 from redis.exceptions import ResponseError
 
 from grabstream.lua.gate.calls import is_raised_by_script, now_ms, run_script
-from grabstream.lua.gate.encoding import CallOffers, decode_reply
+from grabstream.lua.gate.encoding import CallOffers
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.server import time_ms_of
 from grabstream.models.offers import PAYMENTS_KEPT_MS
@@ -253,7 +253,7 @@ class Sweeper:
         campaign, what = field.decode().split("/")
         answers, payments, _, state, _ = self._keys.campaign_keys(campaign)
         keys = [answers if what == "answers" else payments, state]
-        return bool((await self._reply("clean", keys, at_ms, campaign, what, CLEAN_FIELDS_A_STEP)).code == 0)
+        return bool((await self._reply("clean", keys, at_ms, campaign, what, CLEAN_FIELDS_A_STEP))[0] == 0)
 
     async def _due(
         self, key: str, at_ms: int | None, most: int, after_ms: int = 0, last_first: bool = False
@@ -301,9 +301,9 @@ class Sweeper:
         return 1
 
     async def _run(self, script: str, keys: list[str], at_ms: int | None, packed: bytes) -> int:
-        reply = await self._reply(script, keys, at_ms, packed)
+        code, _, found = await self._reply(script, keys, at_ms, packed)
         # A fenced shard handles nothing; the next sweep tries again.
-        handled = int(reply.rows_or_message[0]) if reply.code == 0 else 0
+        handled = int(found[0]) if code == 0 else 0
         self._swept[script] += handled
         return handled
 
@@ -317,7 +317,9 @@ class Sweeper:
             "",
             *rest,
         )
-        return decode_reply(await run_script(self._redis, script, [*self._keys.deciding(), *keys], arguments))
+        return msgspec.msgpack.decode(
+            await run_script(self._redis, script, [*self._keys.deciding(), *keys], arguments)
+        )
 
     async def flush_demand(self) -> None:
         """Writes the counts of past seconds to SQL, then deletes them in Redis, in this order."""

@@ -64,7 +64,7 @@ async def test_a_server_that_lags_behind_a_journaled_command_decides_nothing(rel
         await gate._calls.call(relay.shard, batch_of([grab]), 0, seq + 1)
     assert refused.value.outcome == Outcome.fenced
     reply = await gate._calls.call(relay.shard, batch_of([grab]), 0, seq)
-    assert reply.rows_or_message[0][0] == Outcome.held
+    assert reply.rows_or_message[0].code == Outcome.held
     await gate.close()
 
 
