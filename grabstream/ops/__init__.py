@@ -10,7 +10,12 @@ from grabstream.extras import MissingExtra, server_needed_by
 
 
 def main() -> None:
-    """The console script. Ctrl-C ends the process with 130 while it imports the command line, too."""
+    """The console script. Ctrl-C ends the process with 130 while it imports the command line, too. SIGTERM
+    ends it with 143 wherever nothing else handles it, also the first process of a container.
+    """
+    if os.getpid() == 1:
+        # The kernel drops a signal to this process that has its default action.
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         # A KeyboardInterrupt would be raised inside the module that is being imported.

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -315,6 +316,29 @@ main()
         )
         assert done.returncode == 130, (module, done.stderr)
         assert "Traceback" not in done.stderr
+
+
+def test_sigterm_during_the_import_ends_the_first_process_of_a_container() -> None:
+    own_namespace = ("unshare", "--pid", "--fork")
+    if shutil.which("unshare") is None or subprocess.run([*own_namespace, "true"]).returncode:
+        pytest.skip("no namespace of processes can be made here")
+    program = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "psycopg":
+            os.kill(os.getpid(), signal.SIGTERM)
+assert os.getpid() == 1
+sys.meta_path.insert(0, Finder())
+sys.argv = ["grabstream", "verify", "--no-such-option"]
+from grabstream.ops import main
+main()
+"""
+    done = subprocess.run(
+        [*own_namespace, sys.executable, "-c", program],
+        env=child_environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (143, "")
 
 
 @pytest.mark.every_change("every verb about one offer")
