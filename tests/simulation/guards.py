@@ -94,8 +94,7 @@ GUARDS: Final = (
     ),
     Guard(
         "a takeover under another server epoch is a recovery", "grabstream/streams/relaying/takeover.py",
-        "            raised.alive\n            and not (outdated",
-        "            True\n            and not (outdated",
+        "if raised.alive and not (outdated or distrusted):", "if not (outdated or distrusted):",
     ),
     _in_mutations("a waiter trusts its own history only", "history of a journaled answer"),
     Guard(

@@ -15,7 +15,12 @@
 --- @include "shard"
 
 local worker, lease_ms, may_be_given = ARGV[1], tonumber(ARGV[2]), ARGV[4] ~= ''
-local holder = redis.call('GET', KEYS[1])
+-- The lease of no program lacks an end. Keys of another type, which no program makes, are deleted.
+for i, kind in pairs({[1] = 'string', [3] = 'hash'}) do
+  local actual = redis.call('TYPE', KEYS[i]).ok
+  if actual ~= kind and actual ~= 'none' then redis.call('DEL', KEYS[i]) end
+end
+local holder = redis.call('PTTL', KEYS[1]) ~= -1 and redis.call('GET', KEYS[1])
 local held = redis.call('HMGET', KEYS[2], 'layout', 'seq')
 -- With a damaged layout, a relay is needed: its takeover names the fault.
 local is_newer = (layout_of(held[1], held[2]) or 0) > LAYOUT

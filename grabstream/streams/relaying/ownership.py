@@ -22,6 +22,8 @@ OutboxLine = tuple[bytes, int]
 _NUMBER: Final = re.compile(rb"[0-9]{1,16}")
 _OWNER: Final = re.compile(rb"[!-~]{0,64}")
 _HASH: Final = re.compile(rb"(?:[0-9a-f]{2}){32}")
+#: The name of a line in an entry of the outbox.
+_FIELD: Final = re.compile(rb"e|[1-9][0-9]{0,8}")
 
 #: Why a shard needs a takeover. `incomplete`: its state does not follow from its events, because it is being
 #: rebuilt, or a script was interrupted while it wrote; `outdated`: its keys have an older layout; `fenced`:
@@ -77,12 +79,14 @@ class Outbox(NamedTuple):
     """The shard's seq, and a bounded number of lines after the requested seq, by their entries; reading ends
     before a hole. An entry divided by the requested seq lacks its first lines.
 
-    `fault`: why the shard needs a takeover; '' if it needs none.
+    `fault`: why the shard needs a takeover; '' if it needs none. `has_hole`: whether an entry follows that
+    does not continue these, or that no script writes.
     """
 
     seq: int
     entries: list[list[OutboxLine]]
     fault: Fault
+    has_hole: bool = False
 
     @property
     def lines(self) -> list[OutboxLine]:
@@ -143,7 +147,7 @@ class OwnedShard:
             )
         return value
 
-    async def run(self, name: str, keys: list[str], ownership: Ownership, *arguments: object) -> Any:
+    async def run(self, name: str, keys: list[Any], ownership: Ownership, *arguments: object) -> Any:
         """Runs a script of the owner; raises SteppedDown if the shard has another owner."""
         try:
             return await run_script(self.redis, name, keys, (*ownership.arguments, *arguments))
@@ -215,10 +219,11 @@ class OwnedShard:
 
     async def _outbox(self, ownership: Ownership, after_seq: int, reply: Any) -> Outbox:
         entries: list[list[OutboxLine]] = []
-        next_seq = after_seq + 1
+        next_seq, has_hole = after_seq + 1, False
         for entry_id, fields in reply[1]:
             seq = int(entry_id.partition(b"-")[0])
-            if seq > next_seq:
+            has_hole = seq > next_seq or not all(map(_FIELD.fullmatch, fields[::2]))
+            if has_hole:
                 break
             lines = []
             for name, text in zip(fields[::2], fields[1::2], strict=True):
@@ -230,10 +235,11 @@ class OwnedShard:
             if lines:
                 entries.append(lines)
             elif seq > next_seq:
-                break  # the seq is within a run, which no journal divides: a hole
+                has_hole = True  # the seq is within a run, which no journal divides
+                break
         try:
             seq_of_shard = self._number("seq", reply[0])
         except DamagedState as error:
             await self.fence(ownership, str(error))
             raise
-        return Outbox(seq_of_shard, entries, cast(Fault, reply[2].decode()))
+        return Outbox(seq_of_shard, entries, cast(Fault, reply[2].decode()), has_hole)

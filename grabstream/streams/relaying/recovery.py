@@ -383,14 +383,14 @@ class Recovery:
         kept = {key.encode() for key in (keys.state, keys.lease, keys.present)}
         if await self._has_sound_counts(ownership):
             kept.add(keys.demand.encode())
-        step: list[str] = []
+        step: list[str | bytes] = []
         weight = 0
         reason = "the shard is being rebuilt from the journal"
         await self._shard.run("wipe", [keys.state], ownership, reason)
         match = f"{literal(keys.tag)}:*"
         async for name in self._scanned(ownership, "SCAN", None, "MATCH", match):
             if name not in kept:
-                step.append(name.decode())
+                step.append(name)
                 weight += WIPE_PARTS_WEIGHT if name.endswith(b"/parts") else 1
             if weight >= WIPE_KEYS_A_STEP:
                 await self._shard.run("wipe", [keys.state, *step], ownership, reason)

@@ -236,7 +236,7 @@ class ShardRelay:
         outbox = await self._shard.read_outbox(ownership, cursor.seq)
         while True:
             entries = outbox.entries
-            if not entries and outbox.seq > cursor.seq:
+            if not entries and (outbox.seq > cursor.seq or outbox.has_hole):
                 # The next takeover reports it.
                 raise SteppedDown(f"the outbox has a hole after seq {cursor.seq}")
             if not entries and outbox.fault:

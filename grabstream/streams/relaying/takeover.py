@@ -275,17 +275,16 @@ class Takeover:
     async def _reconcile(self, raised: Raised, truth: Truth, checkpoint: Cursor, distrusted: bool) -> Cursor:
         ownership = raised.ownership
         outdated = raised.form == "outdated"
-        if (
-            raised.alive
-            and not (outdated or distrusted)
-            and (await self._compare(ownership, truth, checkpoint)).kind == "ahead"
-        ):
-            return truth.cursor
+        if raised.alive and not (outdated or distrusted):
+            position = await self._compare(ownership, truth, checkpoint)
+            if position.kind == "ahead" and not position.problem:
+                return truth.cursor
         await self._shard.fence(ownership, "the shard is being reconciled with the journal")
         # Nothing is decided any more, so the result of this comparison stays valid.
         position = await self._compare(ownership, truth, checkpoint, distrusted)
-        if position.kind == "ahead" and outdated:
-            return await self.rebuild(ownership, truth.cursor, "the keys of the shard have an older layout")
+        if position.kind == "ahead" and (outdated or position.problem):
+            reason = position.problem or "the keys of the shard have an older layout"
+            return await self.rebuild(ownership, truth.cursor, reason)
         if position.kind == "ahead":
             await self._finish(ownership, position.seq)
         elif (
@@ -382,4 +381,6 @@ class Takeover:
             )
         if seq < tail:
             return Position("behind", seq, f"Redis lags behind the journal: seq {seq} of {tail}")
+        if outbox.has_hole:
+            return Position("ahead", seq, f"the outbox has an entry after seq {seq} that no script writes")
         return Position("ahead", seq)

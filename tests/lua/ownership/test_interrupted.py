@@ -244,7 +244,7 @@ def test_every_redis_command_in_a_script_is_listed_as_a_read_or_a_write() -> Non
         "GET", "HGET", "HGETALL", "HMGET", "HEXISTS", "HLEN", "HSCAN", "EXISTS", "GETRANGE", "INFO", "LLEN",
         "LRANGE", "SCAN",
         "SISMEMBER", "SMISMEMBER", "STRLEN",
-        "TIME", "HSTRLEN",
+        "TIME", "HSTRLEN", "TYPE", "PTTL",
         "XRANGE", "XREVRANGE", "ZCARD", "ZRANGE", "ZRANGEBYSCORE", "ZSCORE",
     }  # fmt: skip
     used = {call[0] for name in script_names() for call in _redis_call.findall(load(name).text)} - {""}

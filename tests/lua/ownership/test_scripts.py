@@ -23,6 +23,7 @@ from grabstream.models.splitting import at_once
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.relaying.leases import request_lease
 from grabstream.streams.relaying.ownership import Outbox, OwnedShard, Ownership
+from grabstream.streams.relaying.shares import Worker
 from tests.lua.conftest import SEALER, event_lines, grabs, opening, take_over
 
 HEADER = "#!lua\n-- Purpose. Command: x\n-- KEYS[1] a\n-- Returns 1\n"
@@ -273,7 +274,47 @@ async def test_a_trim_reads_what_an_owner_would_read_after_it(
     assert await owned.trim_and_read(ownership, cursor) == Outbox(8, [[(ANY, 1)]], "")
     await gate.decide([Pause(id="q", offer="e")], "decided")
     await client.xdel(shard.outbox, "8-0")
-    assert await owned.trim_and_read(ownership, cursor) == Outbox(9, [], "")
+    assert await owned.trim_and_read(ownership, cursor) == Outbox(9, [], "", has_hole=True)
+
+
+async def test_an_outbox_that_no_script_writes_has_a_hole(
+    make_gate: Any, client: Any, keys: KeySpace
+) -> None:
+    gate, shard = make_gate(), keys.shard(keys.shard_of_offer("e"))
+    await gate.decide([opening()], "decided")
+    owned = OwnedShard(client, shard)
+    ownership = (await owned.raise_term(0)).ownership
+    for entry, field in (
+        (b"2-0", b"x"),
+        (b"2-0", b"0"),
+        (b"2-0", b" 1"),
+        (b"2-0", b"9" * 40),
+        (b"3-0", b"e"),
+    ):
+        await client.xadd(shard.outbox, {field: b"y"}, id=entry)
+        assert (await owned.read_outbox(ownership, 0)).has_hole
+        assert await owned.read_outbox(ownership, 1) == Outbox(1, [], "", has_hole=True)
+        await client.xdel(shard.outbox, entry)
+        await client.execute_command("XSETID", shard.outbox, "1-0")
+    assert not (await owned.read_outbox(ownership, 0)).has_hole
+    await client.delete(shard.outbox)
+    await client.set(shard.outbox, "of another program")
+    assert await owned.read_outbox(ownership, 0) == Outbox(1, [], "")
+
+
+async def test_a_lease_that_no_program_writes_is_free(client: Any, keys: KeySpace) -> None:
+    """Else no worker would relay the shard: a lease without an end is never free."""
+    shard = keys.shard(0)
+    await client.set(shard.lease, "another", px=60_000)
+    assert (await request_lease(client, shard, "me", 1_000)).holder == "another"
+    await client.persist(shard.lease)
+    assert (await request_lease(client, shard, "me", 1_000)).holder == "me"
+    for key in (shard.lease, shard.present):
+        await client.delete(key)
+        await client.rpush(key, "of another program")
+        assert (await request_lease(client, shard, "me", 1_000, about=Worker(0))).holder == "me"
+    assert 0 < await client.pttl(shard.lease) <= 1_000
+    await client.delete(shard.lease, shard.present)
 
 
 async def test_a_call_with_too_large_a_clock_difference_is_fenced(
