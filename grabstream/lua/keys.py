@@ -9,7 +9,7 @@ offer `x:users`, `offer:x/users` the users of `x`.)
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from grabstream.models.identifiers import campaign_of, shard_of
+from grabstream.models.identifiers import campaign_of, is_id, shard_of
 
 #: The layout of keys and records that the scripts write (also in lua/includes/shard.lua).
 LAYOUT: Final = 1
@@ -246,6 +246,12 @@ def readable_patterns(prefix: str) -> list[str]:
 def state_key_beside(key: str) -> str:
     """The key of the shard hash, from any key of the shard."""
     return f"{key[: key.index('}') + 1]}:shard"
+
+
+def ids_in(member: bytes) -> list[str]:
+    """The ids in a member or field that names an offer, or an offer and a grab; none if it is damaged."""
+    ids = member.decode(errors="replace").split("/")
+    return ids if all(map(is_id, ids)) else []
 
 
 @lru_cache(maxsize=4096)

@@ -22,10 +22,11 @@ local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
 local campaign, field, cleans_answers = ARGV[6], ARGV[6] .. '/' .. ARGV[7], ARGV[7] == 'answers'
-local history, cursor, again = string.match(redis.call('HGET', KEYS[12], field) or '', '^(%d+):(%d+):(%d)$')
-if not cursor then return cmsgpack.pack({0, call.history, {0}}) end
--- Another server has another order of fields, so the pass restarts.
-if tonumber(history) ~= call.history then cursor = '0' end
+local progress = redis.call('HGET', KEYS[12], field)
+if not progress then return cmsgpack.pack({0, call.history, {0}}) end
+-- Another server has another order of fields, so the pass restarts; so it does where its progress is damaged.
+local history, cursor, again = string.match(progress, '^(%d+):(%d+):(%d)$')
+if tonumber(history) ~= call.history or #cursor > 20 then cursor, again = '0', again or '0' end
 
 -- An answer counts until its offer retires; a payment counts while its offer exists or a record of the
 -- retired offer is kept.

@@ -12,6 +12,7 @@ twice and send the same commands, of which the second gets the first answer.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -20,7 +21,7 @@ import msgspec
 
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.signing import SigningKeys
-from grabstream.lua.keys import ShardKeys
+from grabstream.lua.keys import ShardKeys, ids_in
 from grabstream.lua.server import time_ms_of
 from grabstream.models.commands import Confirm, Release
 from grabstream.models.outcomes import OutcomeUnknown
@@ -77,6 +78,14 @@ class _Rules(msgspec.Struct):
 _decode_rules = msgspec.msgpack.Decoder(_Rules).decode
 
 
+def _rules_of(packed: bytes) -> _Rules:
+    """Its rules; where they are damaged, those of an offer that is not asked for."""
+    try:
+        return _decode_rules(packed)
+    except msgspec.MsgspecError:
+        return _Rules()
+
+
 class HoldQueries:
     """Asks about the holds of one shard that end soon, in the order of their ends, once for each end; for
     offers with a price whose holds last at least `hold_ms_min`.
@@ -93,7 +102,7 @@ class HoldQueries:
         self._hold_ms_min = hold_ms_min
         #: The latest end asked for, and the holds (`<offer>/<grab>`) with this end asked for.
         self._asked_until = 0
-        self._asked_then: set[str] = set()
+        self._asked_then: set[bytes] = set()
 
     async def next_ms(self, now: int) -> int | None:
         """When to ask next (ms since 1970 UTC), None if no hold is left."""
@@ -129,7 +138,7 @@ class HoldQueries:
             *(self._redis.hget(self._keys.offer(offer), "rules") for offer in offers)
         )
         # An offer that has retired meanwhile has no rules, and no holds.
-        rules = {offer: _decode_rules(one) for offer, one in zip(offers, packed, strict=True) if one}
+        rules = {offer: _rules_of(one) for offer, one in zip(offers, packed, strict=True) if one}
         return {
             (offer, grab): hold
             for (offer, grab), hold in holds.items()
@@ -147,18 +156,20 @@ class HoldQueries:
             self._asked_until = until
         holds = {}
         for member, ends_at in found:
-            offer, grab = member.split("/")
-            holds[offer, grab] = AskedHold(offer=offer, grab=grab, ends_at=ends_at)
+            # The sweeper reports a member that is damaged.
+            if len(ids := ids_in(member)) == 2:
+                offer, grab = ids
+                holds[offer, grab] = AskedHold(offer=offer, grab=grab, ends_at=ends_at)
         return holds
 
-    async def _after(self, now: int, until: int | str, most: int) -> list[tuple[str, int]]:
+    async def _after(self, now: int, until: int | str, most: int) -> list[tuple[bytes, int]]:
         """Holds that were not asked for, with their ends, in this order; without those that have ended."""
         least = max(self._asked_until, now + 1)
         known = self._asked_then if least == self._asked_until else set()
         rows = await self._redis.zrangebyscore(
             self._keys.holds, least, until, start=0, num=most + len(known), withscores=True
         )
-        members = [(member.decode(), int(score)) for member, score in rows]
+        members = [(member, int(score)) for member, score in rows if score < math.inf]
         return [
             (member, end) for member, end in members if not (end == self._asked_until and member in known)
         ][:most]

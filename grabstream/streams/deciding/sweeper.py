@@ -5,6 +5,8 @@ asked about holds that end soon (`payments.py`).
 
 import asyncio
 import logging
+import math
+import re
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,8 +18,10 @@ from redis.exceptions import ResponseError
 
 from grabstream.lua.gate.calls import is_raised_by_script, now_ms, run_script
 from grabstream.lua.gate.encoding import CallOffers
-from grabstream.lua.keys import ShardKeys
+from grabstream.lua.keys import ShardKeys, ids_in
 from grabstream.lua.server import time_ms_of
+from grabstream.models.bounds import shortened
+from grabstream.models.identifiers import NO_OFFER, is_id
 from grabstream.models.offers import PAYMENTS_KEPT_MS
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble
@@ -40,6 +44,10 @@ DEMAND_FIELDS_MAX: Final = 2_000
 #: How long a hold or offer that causes an error of its script is skipped, so that the others of its shard are
 #: still handled.
 LEFT_OUT_SECONDS: Final = 60.0
+
+#: A field of the counts of refusals: second, code and offer. And a count that fits into SQL.
+_counted = re.compile(rb"([0-9]{1,12}):([0-9]{1,3}):([!-~]+)").fullmatch
+_is_count = re.compile(rb"[0-9]{1,18}").fullmatch
 
 #: Writes (second, outcome code, offer, refusals) of a shard to SQL. The numbers are absolute, so it may write
 #: them twice.
@@ -173,9 +181,8 @@ class Sweeper:
 
     async def read_due(self) -> SweepSchedule:
         """What there is to do, and when."""
-        keys = [self._keys.holds, self._keys.due, self._keys.past, self._keys.cleaning, self._keys.demand]
-        now_ms, *first, records, demand = await run_script(self._redis, "due", keys, [])
-        holds_ms, offers_ms, retired_ms = (int(float(score)) if score else None for score in first)
+        now_ms, *first, records, demand = await run_script(self._redis, "due", self._keys.deciding(), [])
+        holds_ms, offers_ms, retired_ms = map(_ms_of, first)
         payments_ms = None if retired_ms is None else retired_ms + PAYMENTS_KEPT_MS
         queries_ms = None
         if self._queries is not None and holds_ms is not None:
@@ -250,7 +257,10 @@ class Sweeper:
         field = await self._redis.hrandfield(self._keys.cleaning)
         if field is None:
             return False
-        campaign, what = field.decode().split("/")
+        campaign, _, what = field.decode(errors="replace").partition("/")
+        if not is_id(campaign) or what not in ("answers", "payments"):
+            await self._delete_damaged(self._keys.cleaning, [field])
+            return True
         answers, payments, _, state, _ = self._keys.campaign_keys(campaign)
         keys = [answers if what == "answers" else payments, state]
         return bool((await self._reply("clean", keys, at_ms, campaign, what, CLEAN_FIELDS_A_STEP))[0] == 0)
@@ -266,8 +276,21 @@ class Sweeper:
             raw = await self._redis.zrevrangebyscore(key, now, "-inf", **bounds)
         else:
             raw = await self._redis.zrangebyscore(key, "-inf", now, **bounds)
-        members = [member.decode() for member in raw]
-        return [member for member in members if (key, member) not in self._left_out][:most]
+        # Without loss: two members must not look the same.
+        members = [member.decode(errors="surrogateescape") for member in raw]
+        members = [member for member in members if (key, member) not in self._left_out][:most]
+        ids = 2 if key == self._keys.holds else 1
+        damaged = {member for member in members if len(ids_in(member.encode(errors="replace"))) != ids}
+        if damaged:
+            self._left_out |= dict.fromkeys(
+                ((key, member) for member in damaged), time.monotonic() + LEFT_OUT_SECONDS
+            )
+            log.error(
+                "shard %d: the sorted set %s has members that no program writes, the first %s: they are left "
+                "out; remove them with `ZREM`",
+                self._keys.shard, key, shortened(ascii(min(damaged))),
+            )  # fmt: skip
+        return [member for member in members if member not in damaged]
 
     async def _for_each(self, script: str, key: str, members: list[str], at_ms: int | None) -> int:
         """Runs a script for members of a sorted set (offers, or `<offer>/<grab>`) in one call; returns the
@@ -331,21 +354,44 @@ class Sweeper:
         self._demand_cursor, fields = await self._redis.hscan(
             self._keys.demand, self._demand_cursor, count=DEMAND_FIELDS_MAX
         )
-        rows, written = [], []
+        rows, written, damaged = [], [], []
         for field, count in fields.items():
             row = demand_row(field, count)
-            if row[0] < second:
+            if row is None:
+                damaged.append(field)
+            elif row[0] < second:
                 rows.append(row)
                 written.append(field)
+        if damaged:
+            await self._delete_damaged(self._keys.demand, damaged)
         if rows:
             await self._record_demand(self._keys.shard, rows)
             await self._redis.hdel(self._keys.demand, *written)
+
+    async def _delete_damaged(self, key: str, fields: Sequence[bytes]) -> None:
+        """Deletes fields of a hash that no program writes, so that they do not stop the work on others."""
+        log.error(
+            "shard %d: the hash %s has fields that no program writes, the first %s: they are deleted",
+            self._keys.shard, key, shortened(ascii(fields[0])),
+        )  # fmt: skip
+        await self._redis.hdel(key, *fields)
 
     async def _redis_time_ms(self) -> int:
         return await time_ms_of(self._redis, self._keys.state)
 
 
-def demand_row(field: bytes, count: bytes) -> tuple[int, int, str, int]:
-    """A field of the hash of demand: the second, the code of the outcome, the offer, the count."""
-    second, code, offer = field.decode().split(":", 2)
-    return int(second), int(code), offer, int(count)
+def _ms_of(score: bytes) -> int | None:
+    """The time of a score; None if there is none, or it is never."""
+    ms = float(score or "inf")
+    return None if ms == math.inf else int(max(ms, 0.0))
+
+
+def demand_row(field: bytes, count: bytes) -> tuple[int, int, str, int] | None:
+    """A field of the hash of demand: the second, the code of the outcome, the offer, the count. None if it is
+    damaged.
+    """
+    counted = _counted(field)
+    if counted is None or not _is_count(count):
+        return None
+    second, code, offer = (group.decode() for group in counted.groups())
+    return (int(second), int(code), offer, int(count)) if offer == NO_OFFER or is_id(offer) else None

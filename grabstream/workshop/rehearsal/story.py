@@ -432,7 +432,8 @@ class Story:
             if not answer.positive and answer.seq is None and answer.code not in _NO_DEMAND:
                 offer = NO_OFFER if answer.code == Outcome.no_such_offer else command.offer
                 answered[answer.code, offer] += 1
-        rows = list(itertools.starmap(demand_row, (await self._redis.hgetall(self._shard.demand)).items()))
+        counts = await self._redis.hgetall(self._shard.demand)
+        rows = [row for row in itertools.starmap(demand_row, counts.items()) if row is not None]
         async with await open_books(self._settings) as books:
             # No worker does it, since the seconds are those of the story.
             await record(books, self._settings.schema_, self._shard.shard, rows)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,6 +60,50 @@ async def test_a_damaged_field_never_refuses_a_command(system: Settings, worker:
                 assert (answer.outcome, answer.place) == ("granted", number + 1), (field, damaged, answer)
             term = int(await redis.hget(state, "term"))
             assert 0 < term < 1_000
+    finally:
+        await redis.aclose()
+
+
+async def test_a_damaged_key_does_not_stop_a_shard(system: Settings, worker: Callable[..., Any]) -> None:
+    """Keys of another type, an outbox with entries that no script writes, and a lease without an end, while
+    the shard is idle.
+    """
+    redis, keys = open_redis(system), key_space(system)
+    shard = keys.shard(keys.shard_of_offer("o"))
+
+    async def replace(key: str) -> None:
+        other, kind = (redis.rpush, b"list") if key == shard.lease else (redis.set, b"string")
+
+        async def is_healed() -> bool:
+            return await redis.type(key) != kind
+
+        await redis.delete(key)
+        await other(key, "of another program")
+        await until(is_healed, 30, f"the end of the damaged key {key}")
+
+    async def add(field: str, after: int) -> None:
+        seq = int(await redis.hget(shard.state, "seq")) + after
+        await redis.xadd(shard.outbox, {field: "x"}, id=f"{seq}-0")
+
+    damages: dict[str, Callable[[], Any]] = {
+        f"{key} of another type": partial(replace, key)
+        for key in (*shard.deciding(), shard.lease, shard.present)
+    } | {
+        "an entry after the next seq": partial(add, "e", 2),
+        "an entry of another form": partial(add, "x", 1),
+        "a lease without an end": partial(redis.set, shard.lease, "another"),
+    }
+    try:
+        async with open_gate(system) as gate:
+            running = worker(system)
+            terms = StockTerms(issuer="i", total=99, closes_at=4_000_000_000_000)
+            [opened] = await gate.decide([Open(id="open", offer="o", terms=terms)], **ASKED)
+            assert opened.outcome == "opened"
+            for number, (what, damage) in enumerate(damages.items()):
+                await damage()
+                [answer] = await gate.decide([Grab(id=f"g{number}", offer="o", user=f"u{number}")], **ASKED)
+                assert (answer.outcome, answer.place) == ("granted", number + 1), (what, answer)
+            assert await asyncio.to_thread(running.stop) == 0
     finally:
         await redis.aclose()
 
