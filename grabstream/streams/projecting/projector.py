@@ -221,6 +221,7 @@ class Projector:
                 items = [*items, *await self._resumed()]
                 await self._process(items, reader)
                 self._trouble.over()
+                self.waits_for = ""
                 return
             except CursorMoved as moved:
                 # Another process was faster, or another version is live now.
@@ -288,7 +289,6 @@ class Projector:
             self._cursors.clear()
         if not self._cursors:
             await self._use(self._connection)
-            self.waits_for = ""
             async with self._connection.transaction():
                 await cursors.retry_newer(self._connection, self.name)
             self._cursors = await self._open(self._connection)
@@ -350,14 +350,39 @@ class Projector:
 
     async def _process(self, items: Sequence[JournalRecord | CatchUp], reader: JournalReader) -> None:
         follower = Follower(self._write)
+        waits: NoReadModel | None = None
+        placed: set[int] = set()
         for item in items:
             if self._is_paused(item.shard):
                 continue
             to_offset = item.offset if isinstance(item, JournalRecord) else await reader.end(item.shard)
+            try:
+                cursor = follower.cursor(item.shard)
+            except NoReadModel as reason:
+                waits = reason  # the other shards do not
+                continue
+            if not 0 <= cursor.next_offset <= to_offset and item.shard not in placed:
+                if misplaced := await self._misplaced(cursor, item.shard, reader):
+                    await follower.flush()
+                    await self._stop(item.shard, cursor, misplaced)
+                    continue
+                placed.add(item.shard)
             await self._read_journal(follower, item.shard, to_offset, reader)
             if isinstance(item, JournalRecord):
                 await self._follow(follower, item)
         await follower.flush()
+        if waits is not None:
+            raise waits
+
+    async def _misplaced(self, cursor: Cursor, shard: int, reader: JournalReader) -> str:
+        """Why a cursor belongs to no place of the journal, in words; '' if it does. It would not move, and
+        nothing else would show that.
+        """
+        if cursor.next_offset < 0:
+            return f"its cursor is at journal offset {cursor.next_offset}"
+        if (end := await reader.end(shard)) < cursor.next_offset:
+            return f"its cursor is at journal offset {cursor.next_offset}, but the journal ends at {end}"
+        return ""
 
     async def _read_journal(
         self, follower: Follower, shard: int, to_offset: int, reader: JournalReader
