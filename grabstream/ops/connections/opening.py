@@ -52,7 +52,7 @@ from grabstream.ops.connections.user_keys import KeysOfUsers
 from grabstream.ops.settings import BadSettings, Settings, cluster_address, is_cluster
 from grabstream.projections.checking.snapshots import events_of, newest, payments_of, trail_of
 from grabstream.projections.database.migrate import use_schema
-from grabstream.projections.database.sessions import connect
+from grabstream.projections.database.sessions import bound_locks, connect
 from grabstream.projections.database.system import Identity
 from grabstream.projections.records import refusals
 from grabstream.projections.records.recoveries import record_lost, record_recovery
@@ -112,14 +112,19 @@ async def require_core(client: Any) -> None:
 
 
 @asynccontextmanager
-async def checked_books(settings: Settings, **options: Any) -> AsyncIterator[AsyncConnection[Any]]:
+async def checked_books(
+    settings: Settings, bounded: bool = False, **options: Any
+) -> AsyncIterator[AsyncConnection[Any]]:
     """A connection whose unqualified names are in the system's schema; raises OtherSystem when the schema
     belongs to another system, and ConditionNotMet.
 
-    `options` are those of psycopg; by default the connection commits each statement.
+    `bounded` is for what a shard waits for (`bound_locks`). `options` are those of psycopg; by default the
+    connection commits each statement.
     """
     row_factory = options.pop("row_factory", tuple_row)
     async with await connect(settings.postgres, settings.schema_, **options) as connection:
+        if bounded:
+            await bound_locks(connection)
         await require_postgres(connection, settings)
         await require_schema(connection, settings)
         await use_schema(connection, settings.schema_)
@@ -149,6 +154,7 @@ async def check_system(
     identity = None
     try:
         async with await connect(settings.postgres, settings.schema_) as connection:
+            await bound_locks(connection)
             await require_postgres(connection, settings)
             identity = await require_schema(connection, settings)
             if seals:
@@ -367,7 +373,7 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
     @asynccontextmanager
     async def connected() -> AsyncIterator[AsyncConnection[Any]]:
         try:
-            async with checked_books(settings) as connection:
+            async with checked_books(settings, bounded=True) as connection:
                 await connection.set_autocommit(False)
                 await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
                 await connection.set_read_only(True)
@@ -397,7 +403,7 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
 
     async def recorded_keys() -> Mapping[str, str]:
         try:
-            async with checked_books(settings) as connection:
+            async with checked_books(settings, bounded=True) as connection:
                 return await record_own(connection, settings)
         except (psycopg.Error, BadSettings) as error:
             raise OSError(f"PostgreSQL: {str(error).strip()}") from None
@@ -418,7 +424,7 @@ async def report_recovery(settings: Settings, recovered: Recovered) -> None:
         recovered.snapshot_seq, recovered.applied, recovered.seconds,
     )  # fmt: skip
     try:
-        async with checked_books(settings) as connection:
+        async with checked_books(settings, bounded=True) as connection:
             await record_recovery(connection, settings.schema_, row, lost)
     except (psycopg.Error, BadSettings) as error:
         raise OSError(f"PostgreSQL: {error}") from None
@@ -441,7 +447,7 @@ async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
         for shard, command, answer in lost
     ]
     try:
-        async with checked_books(settings) as connection:
+        async with checked_books(settings, bounded=True) as connection:
             await record_lost(connection, settings.schema_, rows)
     except (psycopg.Error, BadSettings) as error:
         raise OSError(f"PostgreSQL: {error}") from None

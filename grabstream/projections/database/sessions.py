@@ -31,6 +31,9 @@ DEFAULTS: Final = {
     "tcp_user_timeout": 30_000,  # ms
 }
 RECONNECT_SECONDS_MAX: Final = 2.0
+#: How long the work of a worker waits for a lock. A session of an operator may hold one for hours, as
+#: `VACUUM FULL` does.
+LOCK_SECONDS: Final = 5
 #: Time limits that a role or a database may have for people: they would end a rebuild, a snapshot that is
 #: read for hours, and idle sessions. Our sessions have only those of the DSN's `options`, and those that they
 #: set themselves. The value is the first version of PostgreSQL that knows the limit.
@@ -62,6 +65,13 @@ async def connect(postgres: str, schema: str, work: str = "", **options: Any) ->
         await connection.close()
         raise
     return connection
+
+
+async def bound_locks(connection: AsyncConnection[Any]) -> None:
+    """Lets statements of a session wait LOCK_SECONDS for a lock at most; then they raise LockNotAvailable, so
+    that the wait is reported.
+    """
+    await connection.execute(f"SET lock_timeout = '{LOCK_SECONDS}s'".encode(), prepare=False)
 
 
 async def _lift_limits(connection: AsyncConnection[Any]) -> None:

@@ -47,7 +47,7 @@ from grabstream.projections.checking.rebuilt import RebuiltModels
 from grabstream.projections.checking.verified import ALL_SHARDS, RecordedProblem, VerifiedTo
 from grabstream.projections.database import locks
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
-from grabstream.projections.database.sessions import connect
+from grabstream.projections.database.sessions import bound_locks, connect
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAsideRecord
 from grabstream.runtime.ending import first_to_end, running
@@ -162,6 +162,7 @@ class Verifier:
     async def _run(self, stop: asyncio.Event, trouble: Trouble) -> None:
         async with await connect(self._postgres, self._schema) as connection:
             await use_schema(connection, self._schema)
+            await bound_locks(connection)
             await connection.execute("SET synchronous_commit = off")
             while not await locks.take(connection, verified.lock_of(self._schema)):
                 if await _pause(stop, RETRY_SECONDS):
@@ -218,6 +219,7 @@ class Verifier:
         self._keys_agree.discard(shard)
         async with await connect(self._postgres, self._schema) as connection:
             await use_schema(connection, self._schema)
+            await bound_locks(connection)
             await self._judge(connection, "keys", shard, None, problems)
         if not problems:
             self._keys_agree.add(shard)

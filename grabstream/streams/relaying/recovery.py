@@ -7,6 +7,7 @@ after the trail's cursor. A shard that is being rebuilt is marked `partial` unti
 that finds the mark starts again.
 """
 
+import asyncio
 import logging
 import re
 import time
@@ -54,6 +55,9 @@ WIPE_PARTS_WEIGHT: Final = 10
 RETIRED_A_STEP: Final = 1_000
 SCAN_COUNT: Final = 1_000
 PROGRESS_SECONDS: Final = 1.0
+#: How long a shard waits for PostgreSQL where its recovery can do without: for the position of the newest
+#: snapshot, and for its own report.
+BOOKS_SECONDS_MAX: Final = 15.0
 #: A field of the counts of refusals: second, code and offer.
 _COUNTED: Final = re.compile(rb"\d{1,12}:\d{1,3}:.+", re.DOTALL).fullmatch
 
@@ -159,9 +163,11 @@ class Recovery:
         if self._snapshots is None:
             return Cursor()
         try:
-            return await self._snapshots.newest(self._shard.keys.shard)
+            async with asyncio.timeout(BOOKS_SECONDS_MAX):
+                return await self._snapshots.newest(self._shard.keys.shard)
         except OSError as error:
-            log.warning("shard %d: no snapshot: %s", self._shard.keys.shard, error)
+            words = str(error) or "PostgreSQL does not answer"
+            log.warning("shard %d: no snapshot: %s", self._shard.keys.shard, words)
             return Cursor()
 
     async def catch_up(self, ownership: Ownership, position: Position, journal: AcceptedEvents) -> None:
@@ -452,9 +458,11 @@ class Recovery:
             log.error("lost: decided by Redis, but not in the journal: %s", line.decode())
         if self._report is not None:
             try:
-                await self._report(done)
+                async with asyncio.timeout(BOOKS_SECONDS_MAX):
+                    await self._report(done)
             except OSError as error:
-                log.warning("the recovery of shard %d could not be recorded: %s", done.shard, error)
+                words = str(error) or "PostgreSQL does not answer"
+                log.warning("the recovery of shard %d could not be recorded: %s", done.shard, words)
 
 
 class _Drawn(msgspec.Struct):

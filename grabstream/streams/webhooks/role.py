@@ -11,7 +11,7 @@ from psycopg import AsyncConnection
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.migrate import use_schema
-from grabstream.projections.database.sessions import connect, open_pool
+from grabstream.projections.database.sessions import bound_locks, connect, open_pool
 from grabstream.projections.records import webhooks as records
 from grabstream.runtime.ending import first_to_end, running
 from grabstream.runtime.ticks import seconds_to_tick
@@ -61,6 +61,7 @@ class Webhooks:
             try:
                 async with await connect(self._postgres, self._schema, "webhooks") as connection:
                     await use_schema(connection, self._schema)
+                    await bound_locks(connection)
                     trouble.over()
                     await self._await_subscriptions(connection)
                     await self._await_turn(connection)
@@ -95,6 +96,7 @@ class Webhooks:
 
         async def prepare(opened: AsyncConnection[Any]) -> None:
             await use_schema(opened, self._schema)
+            await bound_locks(opened)
 
         added = asyncio.Event()
         pool = open_pool(

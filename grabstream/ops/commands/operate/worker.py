@@ -60,7 +60,7 @@ from grabstream.ops.tracing import tracing
 from grabstream.ops.verification.redis_keys import compares_keys
 from grabstream.projections import cursors
 from grabstream.projections.database.migrate import PROJECTIONS as READ_MODELS
-from grabstream.projections.database.sessions import connect
+from grabstream.projections.database.sessions import bound_locks, connect
 from grabstream.projections.database.system import Identity
 from grabstream.projections.records.demand import record
 from grabstream.runtime.ending import first_to_end, running
@@ -144,12 +144,11 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
     ready = Readiness(parts, lambda: _ready_words(settings, chosen, relayed))
     measures = WorkerMeasures()
     known, key_files = Known(settings, ready, "relay" in chosen), KeyFiles(settings)
-    if not await _reached(settings, known, "decide" in chosen, stop):
+    # A server that hangs does not delay the end of this process.
+    async with running(_may_start(settings, known, chosen, stop), stop.wait()) as starting:
+        await first_to_end(starting)
+    if stop.is_set():
         return signals
-    if "relay" in chosen:
-        await _require_journal_key(settings)
-    if "project" in chosen:
-        await _refuse_replay(settings)
     keys_of_users = user_keys(settings) if "decide" in chosen else None
     redis = open_redis(settings)
 
@@ -198,6 +197,16 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
             await keys_of_users.close()
         await redis.aclose()
     return signals
+
+
+async def _may_start(settings: Settings, known: "Known", chosen: Sequence[str], stop: asyncio.Event) -> None:
+    """Waits until servers answer, and raises BadSettings when they do not suit the roles."""
+    if not await _reached(settings, known, "decide" in chosen, stop):
+        return
+    if "relay" in chosen:
+        await _require_journal_key(settings)
+    if "project" in chosen:
+        await _refuse_replay(settings)
 
 
 def _roles_of_books(settings: Settings, redis: Any, measures: WorkerMeasures) -> dict[str, Role]:
@@ -359,7 +368,7 @@ async def _require_journal_key(settings: Settings) -> None:
     if journal_keys().signer is not None:
         return
     try:
-        async with checked_books(settings) as connection:
+        async with checked_books(settings, bounded=True) as connection:
             audit = await cursors.load(connection, "audit")
     except (psycopg.OperationalError, psycopg.errors.UndefinedTable, IdentityNotRecorded) as error:
         # A relay looks for itself, shard by shard.
@@ -381,6 +390,7 @@ async def _require_operations(settings: Settings) -> None:
 async def _refuse_replay(settings: Settings) -> None:
     try:
         async with await connect(settings.postgres, settings.schema_) as connection:
+            await bound_locks(connection)
             await refuse_replay(connection, settings)
     except psycopg.OperationalError as error:
         # The read models wait for PostgreSQL; the other roles work without it. A schema of a replay refuses
@@ -471,7 +481,7 @@ def step_of(settings: Settings) -> Step:
 
 async def _record_demand(settings: Settings, shard: int, rows: Sequence[tuple[int, int, str, int]]) -> None:
     try:
-        async with checked_books(settings) as connection:
+        async with checked_books(settings, bounded=True) as connection:
             await record(connection, settings.schema_, shard, rows, settings.demand_days)
     except (psycopg.Error, BadSettings) as error:
         # The counts stay in Redis until PostgreSQL, or its tables, are back: a restore drops the tables
