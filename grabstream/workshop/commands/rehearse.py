@@ -185,9 +185,13 @@ def rehearse(
         else:
             chosen = envelopes(seed, parts, small, small_parts, deadline * 1_000)
             outcome = uvloop.run(_rehearse(settings, chosen, seed, keep, as_json))
-    except (CannotGoOn, KeyboardInterrupt, asyncio.CancelledError) as error:
-        click.echo(f"grabstream: {str(error) or 'stopped'}", err=True)
+    except CannotGoOn as error:
+        click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
+    except (KeyboardInterrupt, asyncio.CancelledError) as error:
+        # Not 1, which says that a check has failed.
+        click.echo("grabstream: stopped", err=True)
+        sys.exit(128 + (signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM))
     outcome["kept"] = name if keep else None
     if story in STORIES and not as_json:
         _print_story(outcome)
