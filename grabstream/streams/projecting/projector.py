@@ -357,7 +357,7 @@ class Projector:
                 continue
             to_offset = item.offset if isinstance(item, JournalRecord) else await reader.end(item.shard)
             try:
-                cursor = follower.cursor(item.shard)
+                cursor = follower.cursor(item.shard) or self._position(item.shard)
             except NoReadModel as reason:
                 waits = reason  # the other shards do not
                 continue
