@@ -322,6 +322,7 @@ async def latency(runs: int, seconds: float) -> dict[str, Any]:
             for each in (server, against):
                 await asyncio.to_thread(load, each, GRABS, seconds / 4)
             for _ in range(runs):
+                classic.prepare(plain, 300_000, 32)  # enough for one run
                 for each, found in ((server, ours), (against, theirs)):
                     full = await asyncio.to_thread(load, each, GRABS, seconds)
                     await until_booked(settings, 0)
