@@ -258,7 +258,8 @@ class Sweeper:
         if field is None:
             return False
         campaign, _, what = field.decode(errors="replace").partition("/")
-        if not is_id(campaign) or what not in ("answers", "payments"):
+        # The offer `:a` has an empty campaign.
+        if not (campaign == "" or is_id(campaign)) or what not in ("answers", "payments"):
             await self._delete_damaged(self._keys.cleaning, [field])
             return True
         answers, payments, _, state, _ = self._keys.campaign_keys(campaign)

@@ -84,6 +84,14 @@ async def test_progress_of_cleaning_that_no_program_writes_ends(swept: Swept) ->
     assert not await swept.client.exists(swept.shard.cleaning)
 
 
+async def test_the_records_of_an_empty_campaign_are_cleaned(
+    swept: Swept, caplog: pytest.LogCaptureFixture
+) -> None:
+    await swept.client.hset(swept.shard.cleaning, mapping={b"/answers": "0:0:0", b"/payments": "0:0:0"})
+    assert await swept.sweeper.clean(NOW, steps_max=20) < 20
+    assert (await swept.client.exists(swept.shard.cleaning), caplog.text) == (0, "")
+
+
 async def test_counts_that_no_program_writes_delay_no_others(
     swept: Swept, caplog: pytest.LogCaptureFixture
 ) -> None:
