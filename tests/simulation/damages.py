@@ -32,15 +32,15 @@ OF_ANSWERS: Final = (
     Bug(
         "a granted grab has an event",
         "sold_out was answered as granted, without an event",
-        (("grabstream/lua/gate/encoding.py", "    width = len(row)\n    if code == GRANTED",
-          "    width = len(row)\n    code = 0 if code == 32 else code\n    if code == GRANTED"),),
+        (("grabstream/lua/gate/encoding.py", "    code = row.code\n    if not row.details",
+          "    code = 0 if row.code == 32 else row.code\n    if not row.details"),),
     ),
     Bug(
         "a part that was taken is told",
         "already_taken named another amount",
         (("grabstream/lua/gate/encoding.py",
-          'fields |= {"amount": row[3], "quantity": row[4], "place": row[5]}\n',
-          'fields |= {"amount": row[3] + 1, "quantity": row[4], "place": row[5]}\n'),),
+          'fields |= {"amount": row.amount, "quantity": row.quantity, "place": row.place}\n',
+          'fields |= {"amount": row.amount + 1, "quantity": row.quantity, "place": row.place}\n'),),
     ),
     Bug(
         "a coupon's code is its own",
