@@ -352,7 +352,7 @@ def example_files(folder: Path) -> list[str]:
             r"^```python\n(.*?)^```", (PROJECT / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL
         )
         for number, block in enumerate(blocks):
-            (folder / f"{Path(page).stem.lower()}_{number}.py").write_text(block)
+            (folder / f"{Path(page).stem.lower().replace('-', '_')}_{number}.py").write_text(block)
     for name in ("service.py", "replay_job.py", "points/points.py"):
         (folder / Path(name).name).write_text((PROJECT / "examples" / name).read_text())
     for notebook in (PROJECT / "examples").glob("*.ipynb"):
@@ -390,7 +390,7 @@ def strict(python: Path, folder: Path, names: list[str]) -> str:
 def test_every_example_passes_the_type_check_of_another_project(installed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "stranger"
     names = example_files(folder)
-    assert {"notebook.py", "points.py", "projection_0.py", "readme_0.py", "service.py"} <= set(names)
+    assert {"notebook.py", "points.py", "user_projections_0.py", "readme_0.py", "service.py"} <= set(names)
     (folder / "wrong.py").write_text(
         "from grabstream import Grab, load_settings, open_gate\n"
         "async def main() -> str:\n"
