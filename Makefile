@@ -57,7 +57,7 @@ explore: setup ## Draw new random cases for MINUTES (10), from seeds that no run
 
 test-cluster: setup ## Run the tests that need servers on a Redis Cluster and three Kafka brokers.
 	@scripts/packages.sh kcat redis-cli:redis-tools promtool:prometheus prometheus-redis-exporter
-	@$(TEST_JAVA) CI=1 TIER=day CLUSTER=1 scripts/with-servers.sh $(PYTHON) -m pytest tests/streams tests/ops tests/workshop $(ARGS)
+	@$(TEST_JAVA) CI=1 TIER=day CLUSTER=1 scripts/with-servers.sh $(PYTHON) -m pytest tests/streams tests/connections tests/ops tests/workshop $(ARGS)
 
 drill: setup ## Play the kill matrix, again on a cluster, then test-cluster (ARGS="--list", "--cell redis.*").
 	@$(PYTHON) -m tests.drill $(ARGS)

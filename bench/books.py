@@ -53,7 +53,7 @@ def tree(folder: Path) -> Tree:
                 "grabstream.models.journal", "grabstream.streams.journal",
                 "grabstream.streams.projecting.projector", "grabstream.projections.read_models",
                 "grabstream.projections.definitions", "grabstream.projections.versions",
-                "grabstream.ops.settings",
+                "grabstream.settings",
             ),
         )  # fmt: skip
     finally:

@@ -19,12 +19,12 @@ from aiokafka import AIOKafkaProducer
 
 from bench.stage import envelope, grabs, system
 from bench.streaming import until_booked
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.gate.gate import Gate
 from grabstream.models.commands import AnyCommand, Confirm, Open, encode_command
 from grabstream.models.offers import CouponTerms, Limit, StockTerms
-from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
-from grabstream.ops.settings import Settings
 from grabstream.projections.database.sessions import system_name
+from grabstream.settings import Settings
 from grabstream.streams import brokers
 from grabstream.streams.topics import Topics
 

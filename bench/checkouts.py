@@ -29,11 +29,11 @@ from bench.checkout_load import CURRENCY, PRICES, CheckoutPlan
 from bench.serving import LISTEN_SECONDS_MAX, MeasuredServer, gateway, median_of, said
 from bench.stage import system
 from bench.streaming import cpu_seconds, until_booked
+from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Open
 from grabstream.models.offers import StockTerms
-from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.sessions import system_name
+from grabstream.settings import Settings, load_settings
 from grabstream.workshop.services import free_ports
 
 CONNECTIONS = 50

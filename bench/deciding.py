@@ -12,8 +12,8 @@ import redis.asyncio
 
 from bench import classic
 from bench.stage import envelope, gate_of, grabs, private_redis, server_seconds, taken_over_gate
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
 from grabstream.models.commands import AnyCommand, Grab
 
 LIMITS = GateLimits(outbox_events_max=10**9, queue_commands_max=10**6)

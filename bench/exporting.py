@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from bench.replaying import fill_journal
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import child_environment, load_settings
+from grabstream.settings import child_environment, load_settings
 from grabstream.workshop.rehearsal.stage import take_down
 
 #: Runs a command, and says on standard error the processor time of the main thread since its start.

@@ -19,8 +19,8 @@ from typing import Final
 import redis
 
 from bench.stage import envelope, grabs, taken_over_gate
-from grabstream.lua.gate import calls
-from grabstream.lua.gate.calls import GateLimits
+from grabstream.gate.calls import GateLimits
+from grabstream.lua import running
 from grabstream.workshop.services import free_ports
 
 #: Grabs of a call, and calls that are counted.
@@ -67,7 +67,7 @@ async def instructions(size: int, count: int, plain: bool) -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with counted_redis(log) as port:
-            calls.is_plain = lambda client, state: plain  # type: ignore[assignment]
+            running.is_plain = lambda client, state: plain  # type: ignore[assignment]
             limits = GateLimits(timeout_ms=600_000, outbox_events_max=10**9, clock_skew_ms_max=10**9)
             gate, client = await taken_over_gate(port, limits)
             everything = grabs("e", 100 * 100, 20)

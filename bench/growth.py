@@ -23,7 +23,7 @@ import redis
 from bench.deciding import LIMITS
 from bench.functions import started_redis
 from bench.stage import envelope, grabs, private_redis, server_seconds, taken_over_gate
-from grabstream.lua.gate.calls import now_ms
+from grabstream.gate.calls import now_ms
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import AnyCommand, Close, Confirm, Grab, Open, Release
 from grabstream.models.offers import Limit, StockTerms

@@ -14,10 +14,10 @@ from redis.crc import key_slot
 
 from bench.deciding import LIMITS, answered_lists
 from bench.stage import SEALER, envelope, grabs, take_over
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import open_redis
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.connections.opening import open_redis
-from grabstream.ops.settings import load_settings
+from grabstream.settings import load_settings
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.cluster import join_redis
 from grabstream.workshop.services.servers import Redis

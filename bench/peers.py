@@ -37,12 +37,12 @@ from bench.replaying import build, fill_journal
 from bench.serving import said
 from bench.stage import envelope, grabs, private_redis, server_seconds, system, taken_over_gate
 from bench.streaming import cpu_seconds, until_booked
+from grabstream.connections.opening import open_gate
 from grabstream.ops.commands.rebuild.read_models import few_collections
-from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import load_settings
 from grabstream.projections import versions
 from grabstream.projections.database.sessions import system_name
+from grabstream.settings import load_settings
 from grabstream.workshop.rehearsal.stage import take_down
 
 EVENTSOURCING = "eventsourcing[postgres]==9.5.6"

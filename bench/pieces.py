@@ -10,8 +10,8 @@ import redis
 from bench import classic
 from bench.deciding import LIMITS, answered_lists
 from bench.stage import envelope, grabs, private_redis, server_seconds, taken_over_gate
-from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.calls import now_ms
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Confirm, Open
 from grabstream.models.offers import CouponTerms, Limit, StockTerms

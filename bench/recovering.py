@@ -13,17 +13,18 @@ from psycopg import AsyncConnection
 
 from bench.stage import SEALER, envelope, grabs, private_redis, system, taken_over_gate
 from bench.streaming import until_booked
-from grabstream.lua.gate.calls import GateLimits, run_script
+from grabstream.connections.opening import key_space, open_gate, open_redis
+from grabstream.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.running import run_script
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import Confirm, Grab, Open
 from grabstream.models.journal import GENESIS, Accepted, Cursor, block_headers, chain, marker_headers
 from grabstream.models.offers import Limit, StockTerms
 from grabstream.models.runs import RUN_VERSION, decode_line
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.settings import Settings
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import use_read_model
+from grabstream.settings import Settings
 from grabstream.streams import brokers
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Position, Recovery

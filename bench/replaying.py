@@ -12,13 +12,13 @@ from typing import Any
 from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection, sql
 
+from grabstream.connections.opening import where_of
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import GENESIS, Cursor, block_headers, chain, marker_headers
 from grabstream.ops.commands.rebuild.read_models import few_collections
-from grabstream.ops.connections.opening import where_of
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import versions
+from grabstream.settings import Settings, load_settings
 from grabstream.streams import brokers
 from grabstream.streams.rebuilding.reading import open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import open_rebuild

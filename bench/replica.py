@@ -16,7 +16,7 @@ import redis
 
 from bench.deciding import Load, Side, answered_lists, in_turns
 from bench.stage import private_redis, server_seconds
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.gate import Gate
 from grabstream.lua.script_client import ScriptClient
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Grab

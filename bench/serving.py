@@ -25,10 +25,10 @@ import redis
 from bench import classic
 from bench.stage import system
 from bench.streaming import cpu_seconds_of_all, until_booked
+from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Open
 from grabstream.models.offers import CouponTerms
-from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from grabstream.streams.topics import Topics
 from grabstream.workshop.services import free_ports
 

@@ -17,16 +17,17 @@ import redis
 import redis.asyncio
 from pydantic import SecretStr
 
-from grabstream.lua.gate.calls import GateLimits, run_script
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.sealing import Sealer, new_seal_key
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
+from grabstream.gate.sealing import Sealer, new_seal_key
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.running import run_script
 from grabstream.lua.script_client import ScriptClient
 from grabstream.lua.server import let_callers_set_time, raise_term
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import SECRETS, Settings, child_environment, load_settings
+from grabstream.settings import SECRETS, Settings, child_environment, load_settings
 from grabstream.workshop.rehearsal.stage import take_down
 from grabstream.workshop.services import ServerSet, free_ports
 from grabstream.workshop.services.servers import Redis

@@ -15,10 +15,10 @@ from aiokafka import AIOKafkaProducer
 
 from bench import classic
 from bench.stage import envelope, grabs, private_redis, system
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.gate.gate import Gate
 from grabstream.models.commands import encode_command
-from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.settings import Settings, load_settings
 from grabstream.streams import brokers
 from grabstream.streams.topics import Topics
 from grabstream.streams.worker import ROLES

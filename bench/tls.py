@@ -13,9 +13,9 @@ import redis
 from bench.deciding import Side, answered_lists, answered_singles, in_turns
 from bench.stage import private_redis, settings_at, system
 from bench.streaming import booked
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import open_redis
+from grabstream.gate.gate import Gate
 from grabstream.models.commands import Grab
-from grabstream.ops.connections.opening import open_redis
 from grabstream.workshop.services import LocalServices, SecureServices, free_ports
 from grabstream.workshop.services.certificates import CertificateAuthority
 from grabstream.workshop.services.secure import HOST, SecureRedis

@@ -7,8 +7,10 @@ from grabstream.client.over_http import AsyncClient as AsyncClient
 from grabstream.client.over_http import Client as Client
 from grabstream.client.over_kafka import KafkaClient as KafkaClient
 from grabstream.client.over_kafka import SyncKafkaClient as SyncKafkaClient
+from grabstream.connections.event_sources import NoTrail as NoTrail
+from grabstream.connections.opening import open_gate as open_gate
 from grabstream.extras import MissingExtra as MissingExtra
-from grabstream.lua.gate.gate import Gate as Gate
+from grabstream.gate.gate import Gate as Gate
 from grabstream.models.answers import Answer as Answer
 from grabstream.models.answers import LimitState as LimitState
 from grabstream.models.answers import decode_answer as decode_answer
@@ -76,8 +78,6 @@ from grabstream.models.runs import decode_line as decode_line
 from grabstream.models.runs import singles as singles
 from grabstream.models.transfers import Transfer as Transfer
 from grabstream.models.upcasting import NewerEvent as NewerEvent
-from grabstream.ops.connections.event_sources import NoTrail as NoTrail
-from grabstream.ops.connections.opening import open_gate as open_gate
 from grabstream.ops.event_cursor import EventCursor as EventCursor
 from grabstream.ops.following import follow_into as follow_into
 from grabstream.ops.history import JournalLine as JournalLine
@@ -85,11 +85,11 @@ from grabstream.ops.history import read_events as read_events
 from grabstream.ops.history import read_events_sync as read_events_sync
 from grabstream.ops.history import read_lines as read_lines
 from grabstream.ops.history import read_lines_sync as read_lines_sync
-from grabstream.ops.settings import BadSettings as BadSettings
-from grabstream.ops.settings import Settings as Settings
-from grabstream.ops.settings import load_settings as load_settings
 from grabstream.projections.cursors import CursorMoved as CursorMoved
 from grabstream.projections.cursors import Fact as Fact
+from grabstream.settings import BadSettings as BadSettings
+from grabstream.settings import Settings as Settings
+from grabstream.settings import load_settings as load_settings
 from grabstream.streams.following.sinks import EventSink as EventSink
 from grabstream.streams.following.sinks import FileSink as FileSink
 from grabstream.streams.following.sinks import SinkDamaged as SinkDamaged

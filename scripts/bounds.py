@@ -14,7 +14,7 @@ from typing import Any, Final, get_args
 
 from annotated_types import Ge, Gt, Le
 
-from grabstream.ops.settings import SECRETS, Settings
+from grabstream.settings import SECRETS, Settings
 
 ROOT: Final = Path(__file__).parents[1]
 #: The modules of which every bound (`…_MAX`) must be in the page.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from grabstream.ops.settings import Settings, cluster_address, host_and_port
+from grabstream.settings import Settings, cluster_address, host_and_port
 from grabstream.workshop.commands.services import CLUSTER_SERVERS
 from grabstream.workshop.services.container_files import Places, write
 from grabstream.workshop.services.servers import kafka_version

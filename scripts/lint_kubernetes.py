@@ -12,7 +12,7 @@ from typing import Any, Final
 import yaml
 from kubernetes_validate import SchemaNotFoundError, ValidationError, validate
 
-from grabstream.ops.settings import FROM_FILES, GATEWAY_PORT, Settings, host_and_port
+from grabstream.settings import FROM_FILES, GATEWAY_PORT, Settings, host_and_port
 
 FOLDER: Final = Path("deploy/kubernetes")
 VERSIONS: Final = ("1.31", "1.37")

@@ -1,4 +1,4 @@
-"""The table of all metrics in docs/metrics.md, generated from ops/metrics/catalogue.py.
+"""The table of all metrics in docs/metrics.md, generated from metrics/catalogue.py.
 
 `--check docs/metrics.md` compares the table in that file, `--write docs/metrics.md` writes it there.
 """
@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from grabstream.ops.metrics.catalogue import METRICS, Metric
+from grabstream.metrics.catalogue import METRICS, Metric
 
 BEGINS, ENDS = "<!-- metrics -->", "<!-- /metrics -->"
 HEAD = ("metric", "kind", "labels", "of", "meaning")

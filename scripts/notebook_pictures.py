@@ -23,8 +23,8 @@ from grabstream.models.identifiers import shard_of
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from grabstream.models.rules import Decided, ShardState, decide, sweep
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.records import demand
+from grabstream.settings import Settings, child_environment, load_settings
 from grabstream.streams.clients import started
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.workshop.rehearsal.run import open_books

@@ -15,13 +15,13 @@ from typing import Any, Final
 from aiohttp import web
 from playwright.async_api import Browser, Page, expect
 
-from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import checked_books, gate_limits, key_space, open_redis, sealer
+from grabstream.gate.calls import now_ms
+from grabstream.gate.gate import Gate
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
-from grabstream.ops.connections.opening import checked_books, gate_limits, key_space, open_redis, sealer
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.records import webhooks as records
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
 from grabstream.workshop.rehearsal.stage import GATEWAY, WORKERS, set_up
 from tests.streams.webhooks.receiver import Got, ok, receiving

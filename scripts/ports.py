@@ -8,7 +8,7 @@ import socket
 
 import click
 
-from grabstream.ops.settings import (
+from grabstream.settings import (
     CONTROLLER_PORT,
     KAFKA_PORT,
     POSTGRES_PORT,

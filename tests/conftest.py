@@ -25,10 +25,10 @@ from psycopg import AsyncConnection
 from psycopg.conninfo import conninfo_to_dict
 from pydantic import SecretStr
 
-from grabstream.lua.gate.sealing import new_seal_key
-from grabstream.ops.connections.opening import open_redis
-from grabstream.ops.connections.redis_servers import masters
-from grabstream.ops.settings import Settings, child_environment, load_settings
+from grabstream.connections.opening import open_redis
+from grabstream.connections.redis_servers import masters
+from grabstream.gate.sealing import new_seal_key
+from grabstream.settings import Settings, child_environment, load_settings
 from grabstream.workshop.rehearsal.stage import take_down
 from grabstream.workshop.services import LocalServices, free_ports, local
 from grabstream.workshop.services.servers import PROJECT
@@ -71,7 +71,7 @@ TEST_ROLE = "grabstream_test_system"
 #: one process runs all of them, one after the other.
 ONE_BY_ONE = (
     "tests/drill/", "tests/gateway/test_faults.py", "tests/gateway/test_stopping.py",
-    "tests/lua/gate/test_burst.py", "tests/ops/metrics/", "tests/ops/test_backup.py",
+    "tests/gate/test_burst.py", "tests/metrics/", "tests/ops/test_backup.py",
     "tests/ops/test_logging.py", "tests/ops/test_secured.py",
     "tests/ops/test_side_by_side.py", "tests/workshop/rehearsal/test_rehearsal.py",
     "tests/workshop/rehearsal/test_stories.py",

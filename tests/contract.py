@@ -19,7 +19,7 @@ from referencing.jsonschema import DRAFT202012
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.commands import AnyCommand, encode_command
 from grabstream.models.runs import is_run
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 ASYNCAPI = yaml.safe_load((SCHEMAS / "asyncapi.yaml").read_text())

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import click
 
-from grabstream.ops.settings import child_environment
+from grabstream.settings import child_environment
 from tests.tiers import EXPLORE, PROJECT
 
 #: Larger seeds are those of nightly runs.

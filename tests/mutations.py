@@ -102,10 +102,13 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "a rebuild applies no part twice",
-        "grabstream/lua/restoring.py",
+        "grabstream/streams/relaying/restoring.py",
         "range(max(after + 1 - line.seq, 0), line.seqs, PARTS_MAX)",
         "range(0, line.seqs, PARTS_MAX)",
-        _in("tests/lua/test_restoring.py", "test_columns_hold_what_follows_each_other_in_one_envelope"),
+        _in(
+            "tests/streams/relaying/test_restoring.py",
+            "test_columns_hold_what_follows_each_other_in_one_envelope",
+        ),
     ),
     Mutation(
         "server of a checkpoint",
@@ -251,7 +254,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "a gate without the function library is fenced",
-        "grabstream/lua/gate/calls.py",
+        "grabstream/lua/running.py",
         'if not await redis.hexists(state, "plain"):',
         "if False:",
         _in(LIBRARY, "test_a_gate_without_the_library_is_fenced_until_a_takeover_loads_it"),
@@ -290,7 +293,7 @@ MUTATIONS: Final = (
         " and redis.call('STRLEN', key) == 6 * terms.units",
         "",
         _in(
-            "tests/lua/gate/test_staging.py",
+            "tests/gate/test_staging.py",
             "test_parts_lost_before_the_call_are_staged_again[server]",
         ),
     ),
@@ -300,7 +303,7 @@ MUTATIONS: Final = (
         "epoch == server_epoch() and ",
         "",
         _in(
-            "tests/lua/gate/test_staging.py",
+            "tests/gate/test_staging.py",
             "test_parts_of_an_earlier_server_epoch_are_not_used",
         ),
     ),
@@ -309,7 +312,7 @@ MUTATIONS: Final = (
         "grabstream/lua/commands/grab.lua",
         "if record or refusal then return repeated(",
         "if false then return repeated(",
-        _in("tests/lua/gate/test_gate.py", "test_a_grant_is_repeated_within_one_call[server]"),
+        _in("tests/gate/test_gate.py", "test_a_grant_is_repeated_within_one_call[server]"),
     ),
     Mutation(
         "repeat of other commands",
@@ -411,7 +414,7 @@ MUTATIONS: Final = (
         "if #lines[i] > line_bytes then",
         "if false then",
         _in(
-            "tests/lua/gate/test_undecidable.py",
+            "tests/gate/test_undecidable.py",
             "test_a_line_above_its_bound_is_refused_before_any_write",
         ),
     ),
@@ -420,23 +423,23 @@ MUTATIONS: Final = (
         "grabstream/lua/includes/decide.lua",
         "if history ~= '' and history ~= shard[4] then",
         "if false then",
-        _in("tests/lua/gate/test_order.py", "test_a_confirmation_never_overtakes_its_grab"),
+        _in("tests/gate/test_order.py", "test_a_confirmation_never_overtakes_its_grab"),
         always=True,
     ),
     Mutation(
         "a caller has one call in flight",
-        "grabstream/lua/gate/gate.py",
+        "grabstream/gate/gate.py",
         "if lane.in_flight or (",
         "if (",
-        _in("tests/lua/gate/test_order.py", "test_order_holds_however_often_the_tail_is_lost"),
+        _in("tests/gate/test_order.py", "test_order_holds_however_often_the_tail_is_lost"),
     ),
     Mutation(
         "commands of a reader go in one call",
-        "grabstream/lua/gate/gate.py",
+        "grabstream/gate/gate.py",
         "if is_divided and queue[0].lane is not queue[-1].lane:",
         "if is_divided:",
         _in(
-            "tests/lua/gate/test_gate.py",
+            "tests/gate/test_gate.py",
             "test_calls_go_side_by_side_if_they_are_large_or_the_server_is_fast",
         ),
     ),
@@ -483,7 +486,7 @@ MUTATIONS: Final = (
         "if number < 1e14 and number >= 0 and number % 1 == 0 then",
         "if true then",
         _in(
-            "tests/lua/gate/test_undecidable.py",
+            "tests/gate/test_undecidable.py",
             "test_a_number_that_would_be_rounded_is_refused_before_its_event",
         ),
     ),
@@ -601,7 +604,7 @@ MUTATIONS: Final = (
         "grabstream/lua/includes/repeats.lua",
         "if name and (full or sent.whole) then return full == sent.whole and name == sent.offer end",
         "",
-        ("tests/lua/gate/test_digests.py::test_a_collision_of_48_bit_digests_is_a_conflict",),
+        ("tests/gate/test_digests.py::test_a_collision_of_48_bit_digests_is_a_conflict",),
     ),
     Mutation(
         "the agents deliver",
@@ -612,29 +615,29 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "history of a journaled answer",
-        "grabstream/lua/gate/journaled.py",
+        "grabstream/gate/journaled.py",
         "known_history == history and known_seq >= seq",
         "known_seq >= seq",
         _in(
-            "tests/lua/gate/test_journaled.py",
+            "tests/gate/test_journaled.py",
             "test_a_seq_journaled_in_one_history_ends_no_wait_of_another",
         ),
         always=True,
     ),
     Mutation(
         "a decided answer that was taken back",
-        "grabstream/lua/gate/decided.py",
+        "grabstream/gate/decided.py",
         "in await self._recorded(shard, command, answer)",
         "in [(answer.seq, answer.at)]",
         _ANOTHER,
     ),
     Mutation(
         "a decided answer that a further recovery takes back",
-        "grabstream/lua/gate/decided.py",
+        "grabstream/gate/decided.py",
         "left = [kept_call for kept_call in kept if kept_call.answers]",
         "left = []",
         _in(
-            "tests/lua/gate/test_journaled.py",
+            "tests/gate/test_journaled.py",
             "test_decided_answers_that_only_a_second_recovery_loses_are_reported",
         ),
     ),

@@ -86,7 +86,7 @@ def steps() -> list[Step]:
              (WITH_SERVERS, sys.executable, "-m", "tests.soak"), minutes_max=90),
         Step("drill", "the kill matrix", (sys.executable, "-m", "tests.drill"), minutes_max=240),
         Step("test-cluster", "tests with servers, on a cluster",
-             (*PYTEST, "tests/streams", "tests/ops", "tests/workshop"),
+             (*PYTEST, "tests/streams", "tests/connections", "tests/ops", "tests/workshop"),
         {"CI": "1", "CLUSTER": "1"}, 120),
         Step("drill-cluster", "the kill matrix on a cluster",
         (sys.executable, "-m", "tests.drill", "--cluster"), minutes_max=240),

@@ -22,8 +22,8 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys
-from grabstream.lua.gate.tickets import Ticket, TicketKeys
+from grabstream.gate.signing import NotSigned, Purpose, SigningKeys
+from grabstream.gate.tickets import Ticket, TicketKeys
 from grabstream.models.answers import Answer, decode_answer, encode_answer
 from grabstream.models.bounds import REASON_BYTES_MAX, REJECTED_OF_ARRAY_MAX, quoted, shortened
 from grabstream.models.commands import (
@@ -52,7 +52,7 @@ from grabstream.models.payments import decode_answer as decode_payments
 from grabstream.models.runs import LINES, AnyLine
 from grabstream.models.upcasting import UpcastFailed
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, read_offers
-from grabstream.ops.settings import BadSettings, Settings, load_settings
+from grabstream.settings import BadSettings, Settings, load_settings
 from grabstream.streams.deciding.understanding import Pace, Rejected, TopicAuthority, understand
 from grabstream.streams.topics import Topics
 from tests.conftest import examples

@@ -36,7 +36,7 @@ from grabstream import (
     singles,
 )
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import child_environment
+from grabstream.settings import child_environment
 from grabstream.streams.clients import started
 from grabstream.workshop.rehearsal.stage import take_down
 from grabstream.workshop.services.servers import PROJECT

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from tests.conftest import until
 from tests.support import forks
 from tests.support.command_line import grabstream

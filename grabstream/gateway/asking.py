@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 from starlette.types import Scope
 
+from grabstream.gate.personal import KeysUnavailable, UserKey, is_sealed, open_metadata
 from grabstream.gateway.books import BooksReader, Row
 from grabstream.gateway.bounds import (
     AFTER_SECONDS_MAX,
@@ -39,7 +40,6 @@ from grabstream.gateway.requests import Request, chosen, fields_of, query_of
 from grabstream.gateway.shuffling import Shuffled
 from grabstream.gateway.slots import Slots
 from grabstream.gateway.tokens import add_bounded
-from grabstream.lua.gate.personal import KeysUnavailable, UserKey, is_sealed, open_metadata
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id
 from grabstream.models.money import AMOUNT_MAX

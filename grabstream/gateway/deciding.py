@@ -8,6 +8,8 @@ from typing import Final
 
 import msgspec
 
+from grabstream.gate.gate import Gate
+from grabstream.gate.single import Promise
 from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.gateway.problems import (
     JSON,
@@ -34,8 +36,6 @@ from grabstream.gateway.requests import (
     promise_of,
     settling_of,
 )
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.single import Promise
 from grabstream.lua.traces import traceparent_of, traces
 from grabstream.models.answers import Answer, without_codes
 from grabstream.models.commands import AnyCommand, Open

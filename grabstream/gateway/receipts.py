@@ -13,6 +13,8 @@ from typing import Final
 import msgspec
 from starlette.types import Scope
 
+from grabstream.gate.gate import Gate
+from grabstream.gate.signing import NotSigned, Purpose, SigningKeys
 from grabstream.gateway.address_rates import AddressRates
 from grabstream.gateway.problems import (
     JSON,
@@ -28,8 +30,6 @@ from grabstream.gateway.problems import (
     retry_soon,
 )
 from grabstream.gateway.requests import Request, Then, awaited, check_body_names, query_of
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.commands import Confirm
 from grabstream.models.money import Invalid

@@ -16,6 +16,9 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 import msgspec
 from starlette.types import Receive, Scope
 
+from grabstream.gate.batches import PlainBatch, plain_batch
+from grabstream.gate.journaled import settle
+from grabstream.gate.single import Promise
 from grabstream.gateway.bounds import (
     BASKET_KEY_LENGTH_MAX,
     PARSED_BYTES_MAX,
@@ -25,9 +28,6 @@ from grabstream.gateway.bounds import (
 )
 from grabstream.gateway.problems import JSON, Header, Problem, Reply, invalid
 from grabstream.gateway.slots import Room
-from grabstream.lua.gate.batches import PlainBatch, plain_batch
-from grabstream.lua.gate.journaled import settle
-from grabstream.lua.gate.single import Promise
 from grabstream.models.bounds import BASKET_GRABS_MAX, quoted
 from grabstream.models.commands import (
     AnyCommand,

@@ -1,3 +1,1 @@
-"""Decisions: the Lua scripts, the loader that assembles them, the Redis keys, and the gate, which calls the
-scripts from Python.
-"""
+"""Decisions: the Lua scripts, the loader that assembles them, the function library, and the Redis keys."""

@@ -144,7 +144,7 @@ class ShardKeys(NamedTuple):
 
     def staged(self, token: str) -> str:
         """String with a time to live: parts that are staged for one attempt to open an envelope
-        (lua/gate/staging.py); `token` is random.
+        (gate/staging.py); `token` is random.
         """
         return f"{self.tag}:{STAGED}{token}"
 

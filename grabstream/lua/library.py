@@ -4,7 +4,7 @@ function. A script of 66 KB makes its tables and functions again in each call; a
 The library's name, which begins every function's name, has the key layout and a digest of its text, so the
 libraries of several releases exist side by side on a server. Only `grabstream init` and a takeover of a shard
 load it (`provide`). Where functions cannot be used, the same sources run as plain scripts
-(gate/calls.py).
+(lua/running.py).
 
 What an include creates on loading lasts as long as the library. State of a single call is marked in the
 include: `--- @each_call` stands before one line `local name = value`, which then runs at the beginning of

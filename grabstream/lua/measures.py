@@ -1,5 +1,5 @@
 """Counters of a process as plain numbers: one addition per event, without names, labels or locks.
-`ops/metrics/` reads them when metrics are requested.
+`metrics/` reads them when metrics are requested.
 """
 
 from bisect import bisect_left

@@ -1,5 +1,7 @@
 """Reads the records that the scripts store in Redis; includes/records.lua writes them."""
 
+import re
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -26,6 +28,7 @@ GRAB_STATES: Final = ("active", "released", "expired", "waiting")
 ANSWER_BYTES: Final = 23
 
 _decode = msgspec.msgpack.Decoder().decode
+_event_at = re.compile(rb'"at":(\d+)').search
 
 
 class Damaged(ValueError):
@@ -144,3 +147,11 @@ def in_fields(record: bytes, other: bytes) -> list[tuple[str, Any, Any]]:
         return []
     pairs = zip_longest((*GRAB_FIELDS, *RARE_FIELDS), a, b)
     return [(name, left, right) for name, left, right in pairs if left != right]
+
+
+def first_event_at(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> int | None:
+    """Returns the time of the first event of entries of an outbox, ms since 1970 UTC, without decoding it;
+    None without one.
+    """
+    at = _event_at(next(iter(entries[0][1].values()))) if entries else None
+    return int(at.group(1)) if at else None

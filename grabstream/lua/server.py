@@ -4,8 +4,8 @@
 
 from typing import Any
 
-from grabstream.lua.gate.calls import run_script
 from grabstream.lua.library import provide
+from grabstream.lua.running import run_script
 
 
 async def server_epoch_of(redis: Any, key: str) -> str:

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from grabstream.connections.opening import check_system
 from grabstream.models.journal import Cursor
-from grabstream.ops.connections.opening import check_system
 from grabstream.ops.event_cursor import EventCursor
-from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import single_facts
+from grabstream.settings import Settings
 from grabstream.streams.clients import Trouble
 from grabstream.streams.following.sinks import EventSink, SinkDamaged
 from grabstream.streams.history.sources import JournalSource, Start

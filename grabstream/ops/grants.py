@@ -13,8 +13,8 @@ from aiokafka.errors import for_code
 from psycopg import AsyncConnection, sql
 from redis.exceptions import ResponseError
 
+from grabstream.connections.redis_servers import servers_of
 from grabstream.lua.keys import readable_patterns
-from grabstream.ops.connections.redis_servers import servers_of
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.kafka_internals import create_acl

@@ -10,16 +10,16 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
+from grabstream.connections.event_sources import open_history
+from grabstream.connections.opening import check_system
 from grabstream.models.bounds import counted
 from grabstream.models.events import AnyEvent
 from grabstream.models.identifiers import campaign_of, is_id, shard_of
 from grabstream.models.journal import Cursor
 from grabstream.models.runs import AnyLine, singles
-from grabstream.ops.connections.event_sources import open_history
-from grabstream.ops.connections.opening import check_system
 from grabstream.ops.event_cursor import EventCursor
-from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import Fact
+from grabstream.settings import Settings
 from grabstream.streams.history.chunks import Point, up_to
 from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.replaying.replay import Stretch, plan

@@ -12,8 +12,7 @@ import click
 from psycopg import AsyncConnection, sql
 from pydantic import SecretStr
 
-from grabstream.lua.gate.sealing import Sealer
-from grabstream.ops.connections.identity import (
+from grabstream.connections.identity import (
     NEW_JOURNAL,
     IdentityNotRecorded,
     OtherJournal,
@@ -26,12 +25,12 @@ from grabstream.ops.connections.identity import (
     require_schema,
     unknown_cursors,
 )
-from grabstream.ops.connections.journal_keys import record_own
-from grabstream.ops.connections.libraries import ServerLibraries, delete_others, load_everywhere
-from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.connections.preconditions import require_new_topics, require_postgres
-from grabstream.ops.connections.seal_keys import compare, record_seal_keys
-from grabstream.ops.settings import BadSettings, Settings, variable_of
+from grabstream.connections.journal_keys import record_own
+from grabstream.connections.libraries import ServerLibraries, delete_others, load_everywhere
+from grabstream.connections.opening import key_space, open_redis
+from grabstream.connections.preconditions import require_new_topics, require_postgres
+from grabstream.connections.seal_keys import compare, record_seal_keys
+from grabstream.gate.sealing import Sealer
 from grabstream.projections.database.locks import waiting_at_most
 from grabstream.projections.database.migrate import EarlierForm, migrate, require_form, use_schema
 from grabstream.projections.database.sessions import connect
@@ -44,6 +43,7 @@ from grabstream.projections.database.system import (
 )
 from grabstream.projections.records import journal_keys, seal_keys
 from grabstream.runtime.trouble import is_trouble
+from grabstream.settings import BadSettings, Settings, variable_of
 from grabstream.streams.clients import in_words
 from grabstream.streams.replaying.replay_schema import read_definition
 from grabstream.streams.topic_ids import Topic

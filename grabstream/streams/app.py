@@ -6,8 +6,8 @@ Nothing connects at import. `grabstream worker` does not use it.
 import sys
 from functools import partial
 
-from grabstream.ops.connections.opening import wait_until_known
-from grabstream.ops.settings import BadSettings, load_settings
+from grabstream.connections.opening import wait_until_known
+from grabstream.settings import BadSettings, load_settings
 from grabstream.streams.projecting.agents import build_app, make_projectors
 
 try:

@@ -21,12 +21,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.personal import UserKeys
-from grabstream.lua.gate.refusals import RefusalLog, writing
-from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.gate.tickets import TicketKeys
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
+from grabstream.gate.personal import UserKeys
+from grabstream.gate.refusals import RefusalLog, writing
+from grabstream.gate.sealing import Sealer
+from grabstream.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.runtime.ending import end, running
 from grabstream.runtime.trouble import is_trouble
@@ -58,7 +58,7 @@ SWEEPS_WITHOUT_RELAY: Final = (
 
 
 class WorkerSettings(NamedTuple):
-    """The settings of a worker; `ops/settings.py` describes them."""
+    """The settings of a worker; `settings.py` describes them."""
 
     kafka: str
     prefix: str

@@ -24,7 +24,7 @@ from aiokafka.errors import (  # type: ignore[import-untyped]
 from grabstream import KafkaClient, OutcomeUnknown, RequestProblem, SyncKafkaClient
 from grabstream.client.exchange import pause_seconds
 from grabstream.models.vocabulary import CouponTerms, EnvelopeTerms, Grab
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.journal import open_reader
 from grabstream.workshop.rehearsal.stage import take_down

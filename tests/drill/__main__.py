@@ -48,7 +48,7 @@ def main(
     # The comparison of state folds the journal in this process; its log would hide the verdicts.
     logging.getLogger("grabstream.streams").setLevel(logging.CRITICAL)
     # Faults lose `decided` answers, with which gaps are measured too. That is expected.
-    logging.getLogger("grabstream.lua.gate.decided").setLevel(logging.CRITICAL)
+    logging.getLogger("grabstream.gate.decided").setLevel(logging.CRITICAL)
     seed = secrets.randbelow(10**6) if seed is None else seed
     try:
         failed = asyncio.run(_drill(chosen, seed, cluster, as_json))

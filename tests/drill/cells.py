@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from random import Random
 from typing import Any, Final, NamedTuple
 
-from grabstream.lua.gate.calls import now_ms
+from grabstream.gate.calls import now_ms
 from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until
 from tests.drill.checks import PROBLEMS_MAX, at_rest, level, problems_of

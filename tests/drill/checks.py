@@ -12,12 +12,12 @@ import psycopg
 from aiokafka.errors import KafkaError
 from redis.exceptions import RedisError
 
+from grabstream.connections.opening import key_space
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, GrabCommand
 from grabstream.models.journal import Cursor, parse_block
-from grabstream.ops.connections.opening import key_space
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
+from grabstream.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.run import open_books, read_progress

@@ -12,8 +12,8 @@ from typing import Any, Final
 import redis
 from redis.exceptions import RedisError
 
-from grabstream.ops.connections.redis_cluster import slot_of
-from grabstream.ops.connections.redis_servers import information
+from grabstream.connections.redis_cluster import slot_of
+from grabstream.connections.redis_servers import information
 from grabstream.workshop.services.servers import Redis
 from tests.conftest import until
 from tests.drill.stage import Scene

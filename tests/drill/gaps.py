@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection
 from typing import Final
 
-from grabstream.lua.gate.gate import Gate, Promise
+from grabstream.gate.gate import Gate, Promise
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, Open

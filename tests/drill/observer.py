@@ -5,9 +5,9 @@ from typing import Any, Final, NamedTuple
 
 from redis.exceptions import RedisError
 
+from grabstream.connections.opening import key_space, open_redis
 from grabstream.lua.loader import SCRIPTS
-from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 
 LOOK_EVERY_SECONDS: Final = 0.02
 #: Returns {fenced, server epoch, term, time ms} in one call, with the include of the deciding scripts.

@@ -14,14 +14,14 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from grabstream.connections.opening import checked_books
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.callers import SCOPES
 from grabstream.models.answers import Answer, decode_answer, refusal
 from grabstream.models.commands import AnyCommand, Close, Grab, Open
 from grabstream.models.outcomes import NOT_DECIDED, Outcome, OutcomeUnknown
-from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
+from grabstream.settings import Settings
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import Redis
 from tests.support.gateways import GatewayProcess

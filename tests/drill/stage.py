@@ -16,13 +16,13 @@ from typing import Any, Final
 import redis
 from pydantic import SecretStr
 
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.sealing import new_seal_key
+from grabstream.connections.opening import key_space, open_gate, open_redis
+from grabstream.connections.redis_cluster import slot_of
+from grabstream.gate.gate import Gate
+from grabstream.gate.sealing import new_seal_key
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.connections.redis_cluster import slot_of
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.settings import Settings, load_settings
 from grabstream.workshop.rehearsal.stage import take_down
 from grabstream.workshop.services import ClusterServices, LocalServices, ServerSet, free_ports
 from grabstream.workshop.services.cluster import ports_from

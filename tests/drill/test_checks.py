@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from grabstream.connections.opening import key_space, open_gate
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, StockTerms
-from grabstream.ops.connections.opening import key_space, open_gate
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import until
 from tests.drill.checks import at_rest, journal_of, level, missing, problems_of, repeated
 from tests.drill.observer import Fenced

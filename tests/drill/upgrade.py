@@ -22,12 +22,12 @@ import click
 import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-from grabstream.lua.gate.sealing import new_seal_key
+from grabstream.gate.sealing import new_seal_key
 from grabstream.models.answers import Answer, decode_answer, encode_answer
 from grabstream.models.commands import Adjust, Confirm, Grab, Open, encode_command
 from grabstream.models.entries import Entry
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
-from grabstream.ops.settings import Settings, child_environment, load_settings
+from grabstream.settings import Settings, child_environment, load_settings
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.stage import stop_workers, take_down
 from grabstream.workshop.services.servers import PROJECT

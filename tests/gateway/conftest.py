@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 from playwright.async_api import Browser
 
+from grabstream.connections.opening import checked_books
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.books import BooksReader, open_books
 from grabstream.gateway.callers import SCOPES
 from grabstream.models.identifiers import shard_of
-from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import Worker, make_system, until
 from tests.support.browsers import CHROMIUM, chromium

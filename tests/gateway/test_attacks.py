@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import pytest
 
+from grabstream.gate import tickets
 from grabstream.gateway.bounds import HEADERS_MAX, READ_SECONDS_MAX
 from grabstream.gateway.operations import OPERATIONS, Operation
-from grabstream.lua.gate import tickets
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.gateway.test_connections import GRAB, connected

@@ -16,12 +16,12 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from grabstream import AsyncClient
+from grabstream.connections.opening import checked_books, key_space, open_redis
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.bounds import QUESTIONS_USER_MAX, REVOCATION_SECONDS_MAX
 from grabstream.gateway.operations import OPERATIONS, Operation
 from grabstream.models.pseudonyms import user_of
 from grabstream.models.vocabulary import StockTerms
-from grabstream.ops.connections.opening import checked_books, key_space, open_redis
 from grabstream.projections.records import api_keys
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import Redis

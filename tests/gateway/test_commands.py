@@ -10,7 +10,7 @@ import pytest
 
 from grabstream.gateway.problems import DOOR_PROBLEMS, REFUSALS
 from grabstream.models.outcomes import Outcome
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key

@@ -29,8 +29,8 @@ from grabstream.gateway.bounds import (
 from grabstream.gateway.measures import GatewayMeasures
 from grabstream.gateway.problems import Reply
 from grabstream.gateway.protocol import WAITED
-from grabstream.ops.settings import Settings
 from grabstream.runtime.ending import running
+from grabstream.settings import Settings
 from tests.conftest import Worker, until
 from tests.gateway.conftest import Door, until_all_decide
 from tests.support.gateways import Caller, GatewayProcess, calling

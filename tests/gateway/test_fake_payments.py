@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.signing import Purpose
+from grabstream.gate.signing import Purpose
 from grabstream.models.payments import AskedHold, PaymentQuery, decode_answer
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from grabstream.workshop.rehearsal.payment_provider import HOW
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import PROJECT

@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from grabstream.connections.opening import checked_books
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.models.outcomes import Outcome
-from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
+from grabstream.settings import Settings
 from grabstream.workshop.services import LocalServices
 from tests.conftest import Worker, until
 from tests.gateway.conftest import until_all_decide, until_open

@@ -11,7 +11,7 @@ from psycopg.rows import dict_row
 from grabstream.gateway.bounds import FAIRNESS_DRAWS_MAX, FILM_FRAMES
 from grabstream.gateway.filming import FILM, fairness_of, frames_of
 from grabstream.models.splitting import split_ahead
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 
 
 def offer(parts: int, total: int, **terms: Any) -> dict[str, Any]:

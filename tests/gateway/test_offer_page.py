@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from playwright.async_api import Browser, Page, Route, expect
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.services import free_ports
 from tests.conftest import until
 from tests.gateway.conftest import Door, Guarded

@@ -12,7 +12,7 @@ import pytest
 
 from grabstream.gateway.operations import OPERATIONS
 from grabstream.gateway.problems import DOOR_PROBLEMS, REFUSALS
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import wait_until

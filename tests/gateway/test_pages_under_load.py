@@ -11,8 +11,8 @@ from typing import Any, Final
 import pytest
 from playwright.async_api import Browser, Page, expect
 
+from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Grab
-from grabstream.ops.connections.opening import open_gate
 from tests.gateway.conftest import Door
 from tests.gateway.test_questions import position
 from tests.gateway.test_watching import sql, until_books_are_level, until_counted

@@ -16,12 +16,12 @@ import pytest
 from psycopg import AsyncConnection
 from psycopg.sql import SQL, Identifier
 
+from grabstream.connections.opening import checked_books
 from grabstream.gateway import positions
 from grabstream.gateway.books import BooksReader, open_books
 from grabstream.gateway.bounds import POSITIONS_SECONDS
 from grabstream.gateway.positions import REACHED, WAITING_PLACES, WAITS, WaitingPositions
 from grabstream.gateway.problems import retry_soon
-from grabstream.ops.connections.opening import checked_books
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.gateway.test_commands import SALE

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.services import free_ports
 from tests.conftest import until, wait_until
 from tests.gateway.conftest import Door

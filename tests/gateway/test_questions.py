@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from psycopg import AsyncConnection
 
+from grabstream.connections.opening import key_space, open_redis
 from grabstream.gateway.asking import QueryHandlers
 from grabstream.gateway.books import open_books
 from grabstream.gateway.bounds import AFTER_SECONDS_MAX, CACHE_SECONDS
@@ -23,8 +24,7 @@ from grabstream.gateway.requests import Request
 from grabstream.lua.server import server_epoch_of
 from grabstream.models.outcomes import Outcome
 from grabstream.models.vocabulary.documents import DOCUMENTS
-from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.services import free_ports
 from tests.conftest import until
 from tests.gateway.conftest import Door

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
+from grabstream.connections.cache_redis import open_cache
+from grabstream.connections.opening import checked_books
 from grabstream.gateway import shared_answers
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.bounds import CACHE_STALE_SECONDS_MAX, SHARED_ANSWER_BYTES_MAX
@@ -20,10 +22,8 @@ from grabstream.gateway.cache_server import CacheServer
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.rates import RequestCounters, read_rates
 from grabstream.gateway.shared_answers import LIFE_MS, SharedAnswers
-from grabstream.ops.connections.cache_redis import open_cache
-from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
+from grabstream.settings import Settings
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import Redis
 from tests.conftest import until

@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio
 
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.services import free_ports
 from tests.conftest import Worker, until
 from tests.gateway.conftest import until_all_decide, until_open

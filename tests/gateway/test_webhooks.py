@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, expect
 
+from grabstream.connections.opening import checked_books
 from grabstream.models.vocabulary.documents import DOCUMENTS
-from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.settings import Settings
 from grabstream.projections.records import webhooks as records
+from grabstream.settings import Settings
 from tests.conftest import until
 from tests.gateway.conftest import Door, Guarded
 from tests.support.browsers import shown, violations

@@ -14,8 +14,8 @@ from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
 from grabstream.models.commands import Close, Grab, Load
 from grabstream.models.identifiers import campaign_of, is_id
 from grabstream.models.offers import EnvelopeTerms
-from tests.lua.conftest import NOW
 from tests.lua.histories.scene import DAY, HOUR, coupon, stock
+from tests.support.shards import NOW
 
 SHARD_NAMES = (
     "shard", "outbox", "refusals", "refusal_order", "demand", "due", "offers", "holds", "campaigns",

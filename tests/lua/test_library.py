@@ -12,24 +12,25 @@ import pytest
 import redis.asyncio
 from redis.exceptions import ResponseError
 
-from grabstream.lua.gate import calls
-from grabstream.lua.gate.calls import LibraryMissing, run_script
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.libraries import field_of
+from grabstream.gate.gate import Gate
+from grabstream.lua import running
 from grabstream.lua.keys import KeySpace, state_key_beside
 from grabstream.lua.library import (
     MISSING,
     Library,
+    LibraryMissing,
     assemble_library,
     library,
     missing_or_unusable,
     provide,
 )
 from grabstream.lua.loader import SCRIPTS, BadScript, script_names, script_path
+from grabstream.lua.running import run_script
 from grabstream.lua.server import raise_term
 from grabstream.models.commands import Grab, Load, Open
 from grabstream.models.offers import CouponTerms, StockTerms
-from grabstream.ops.connections.libraries import field_of
-from tests.lua.conftest import NOW, SEALER, event_lines, grabs, opening, take_over
+from tests.support.shards import NOW, SEALER, event_lines, grabs, opening, take_over
 
 #: Values of includes that are not marked, and may differ after a call: what they hold ends with the process.
 LASTING = {"run_id"}
@@ -163,7 +164,7 @@ async def test_a_call_leaves_nothing_to_the_next_one(
     """Also one that raises: neither noted writes, nor cost, nor what a basket would undo, nor a constant."""
     client, keys = private_redis
     made = with_dump(tmp_path / "unused")
-    monkeypatch.setattr(calls, "library", lambda: made)
+    monkeypatch.setattr(running, "library", lambda: made)
     await client.execute_command("FUNCTION", "FLUSH")
     await client.execute_command("FUNCTION", "LOAD", made.text)
     before = await dumped(client, made)
@@ -177,7 +178,7 @@ async def test_a_call_leaves_nothing_to_the_next_one(
     await client.flushdb()
     await take_over(client, keys)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "is_plain", lambda redis, state: True)
+        patch.setattr(running, "is_plain", lambda redis, state: True)
         assert await play_with_errors(client, keys, check) == with_functions
     plain = await event_lines(client, keys, 0)
     assert [_timeless(line) for line in lines] == [_timeless(line) for line in plain]
@@ -301,14 +302,14 @@ async def test_a_full_memory_does_not_stop_an_owner_without_library(private_redi
 
 async def test_an_error_of_a_function_s_key_is_not_taken_for_a_missing_permission(private_redis: Any) -> None:
     client, keys = private_redis
-    assert not calls.why_unusable(ResponseError("this user has no permissions to access one of the keys"))
-    assert not calls.why_unusable(ResponseError("unknown command 'EVALSHA', with args beginning with: "))
-    assert calls.why_unusable(ResponseError("unknown command `FCALL`, with args beginning with: `x`"))
+    assert not running.why_unusable(ResponseError("this user has no permissions to access one of the keys"))
+    assert not running.why_unusable(ResponseError("unknown command 'EVALSHA', with args beginning with: "))
+    assert running.why_unusable(ResponseError("unknown command `FCALL`, with args beginning with: `x`"))
     state = keys.shard(0).state
     await client.set(state, "a string")
     with pytest.raises(ResponseError, match="WRONGTYPE"):
         await run_script(client, "raise_term", [state], [0, "x"])
-    assert not calls.is_plain(client, state)
+    assert not running.is_plain(client, state)
     await client.delete(state)
 
 
@@ -338,7 +339,7 @@ async def test_two_releases_decide_the_same_shard_with_their_libraries(
     assert await decide(gate, opening("e", 10)) == ["opened"]
     for release in (newer, library(), newer):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(calls, "library", lambda release=release: release)
+            patch.setattr(running, "library", lambda release=release: release)
             patch.setattr("grabstream.lua.library.library", lambda release=release: release)
             await raise_term(client, keys.shard(0).state, 0, "owner")
             number = len(await event_lines(client, keys, 0))

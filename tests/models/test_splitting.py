@@ -23,7 +23,7 @@ from grabstream.models.splitting import (
     packing_parts,
     split_ahead,
 )
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.models.recompute import recompute
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "splitting.json"

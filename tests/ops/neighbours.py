@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.stage import take_down
 
 #: What prefixes and schemas begin with, and how they continue: like a pattern of the other, a topic, a

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
+from grabstream.connections.opening import checked_books, open_gate, open_redis
 from grabstream.models.commands import Grab, Open
 from grabstream.models.events import AnyEvent
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections.opening import checked_books, open_gate, open_redis
-from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
+from grabstream.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics, retention_ms
 from grabstream.workshop.rehearsal.stage import take_down

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from grabstream.ops.initialization import copy_in_words, keys_that_a_copy_shares
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.support.command_line import env_of, grabstream
 
 KEY = "c2VjcmV0IHNlY3JldCBzZWNyZXQgc2VjcmV0IDEyMzQ"

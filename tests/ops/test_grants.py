@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from grabstream.ops.cli import grabstream
 from grabstream.ops.grants import kafka_acls, require_group
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.definitions import PROJECTIONS as READ_MODELS
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.deciding.decider import decider_group
 from grabstream.streams.projecting.agents import PROJECTIONS, group_of
 from grabstream.streams.topics import Topics

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.stage import take_down
 from tests.support.gateways import environment_of
 

@@ -16,10 +16,10 @@ import pytest
 
 from grabstream.ops.console.json_log import JsonLines
 from grabstream.ops.console.quiet import PERIOD_SECONDS, Repeats
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.services import LocalServices
 from tests.conftest import make_system, until
-from tests.ops.metrics.scraping import ask, port_of, scrape
+from tests.metrics.scraping import ask, port_of, scrape
 from tests.support.gateways import environment_of
 
 #: How long Kafka is away.

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.settings import Settings, is_cluster
+from grabstream.connections.opening import key_space, open_redis
 from grabstream.projections.database.system import schemas_of
+from grabstream.settings import Settings, is_cluster
 from grabstream.workshop.rehearsal.run import open_books
 from grabstream.workshop.services import LocalServices, free_ports
 from tests.ops.neighbours import systems

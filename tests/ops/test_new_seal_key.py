@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.sealing import new_seal_key
+from grabstream.connections.opening import checked_books, open_gate, sealer
+from grabstream.gate.calls import now_ms
+from grabstream.gate.sealing import new_seal_key
 from grabstream.models.commands import Amend, Close, Grab, Load, Open
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms
 from grabstream.ops.commands.operate import reseal
-from grabstream.ops.connections.opening import checked_books, open_gate, sealer
 from grabstream.ops.diagnosis.examination import examine
-from grabstream.ops.settings import Settings, child_environment
 from grabstream.projections.records import seal_keys, webhooks
 from grabstream.projections.records.seal_keys import Uses
+from grabstream.settings import Settings, child_environment
 from grabstream.streams.webhooks.messages import SEALED_FOR
 from grabstream.streams.webhooks.sending import secrets_now
 from grabstream.workshop.services.servers import PROJECT

@@ -21,9 +21,9 @@ import pytest
 import redis as sync_redis
 from pydantic import SecretStr
 
-from grabstream.lua.gate.sealing import new_seal_key
+from grabstream.gate.sealing import new_seal_key
 from grabstream.ops.cli import VERBS
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import Postgres, Redis
 from tests.conftest import until

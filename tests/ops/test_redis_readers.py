@@ -7,12 +7,12 @@ import pytest
 import redis.asyncio
 from redis.exceptions import NoPermissionError
 
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.grants import redis_commands
-from tests.lua.conftest import SEALER, grabs, opening, private_server, take_over
+from tests.support.shards import SEALER, grabs, opening, private_server, take_over
 
 __all__ = ["private_server"]
 #: Offers whose ids look like the names of other keys.

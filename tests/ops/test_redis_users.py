@@ -10,22 +10,22 @@ import pytest
 import redis.asyncio
 from redis.exceptions import NoPermissionError
 
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.libraries import delete_others, load_everywhere
+from grabstream.connections.opening import open_redis, require_core
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.library import library, load
 from grabstream.models.commands import Open
 from grabstream.models.offers import StockTerms
-from grabstream.ops.connections.libraries import delete_others, load_everywhere
-from grabstream.ops.connections.opening import open_redis, require_core
 from grabstream.ops.grants import apply_redis, redis_commands
-from grabstream.ops.settings import load_settings
+from grabstream.settings import load_settings
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.relaying.shadow import SHADOW, VERIFIER_SHADOW
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.cluster import join_redis
 from grabstream.workshop.services.servers import Redis
 from tests.conftest import wait_until
-from tests.lua.conftest import SEALER, grabs, opening, private_server, take_over
+from tests.support.shards import SEALER, grabs, opening, private_server, take_over
 
 __all__ = ["private_server"]
 PAGE = Path(__file__).parents[2] / "docs" / "operating.md"

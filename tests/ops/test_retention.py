@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.calls import now_ms
+from grabstream.connections.opening import checked_books, open_gate
+from grabstream.gate.calls import now_ms
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms
-from grabstream.ops.connections.opening import checked_books, open_gate
-from grabstream.ops.settings import Settings
 from grabstream.projections.definitions import PROJECTIONS
+from grabstream.settings import Settings
 from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream

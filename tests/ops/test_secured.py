@@ -33,12 +33,12 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from grabstream.client.over_http import Client
 from grabstream.client.over_kafka import KafkaClient
-from grabstream.lua.gate.sealing import new_seal_key
+from grabstream.connections.logins import refusal
+from grabstream.connections.opening import checked_books, open_redis
+from grabstream.gate.sealing import new_seal_key
 from grabstream.models.vocabulary import Grab
-from grabstream.ops.connections.logins import refusal
-from grabstream.ops.connections.opening import checked_books, open_redis
-from grabstream.ops.settings import BadSettings, Settings, child_environment, load_settings
 from grabstream.projections.database.sessions import connect
+from grabstream.settings import BadSettings, Settings, child_environment, load_settings
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.topic_ids import find_topic

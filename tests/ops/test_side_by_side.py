@@ -14,12 +14,12 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from psycopg import IsolationLevel, sql
 
+from grabstream.connections.opening import key_space, open_gate, open_redis
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.settings import Settings
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.database.system import schemas_of
+from grabstream.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics, retention_ms

@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from psycopg import AsyncConnection
 
-from grabstream.ops.settings import Settings
 from grabstream.projections import account_sums, ledger
 from grabstream.projections.account_sums import TooManyAccounts, added_up, write_sums
+from grabstream.settings import Settings
 from tests.projections.test_columns import books  # noqa: F401 - a fixture
 
 #: Users have several runs, and transfers of their own; names are as odd as they may be.

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from psycopg import AsyncConnection
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.services.servers import PROJECT
 from tests.projections.test_reports import REFUSALS, connection, fill, rows
 from tests.support.random_history import random_history

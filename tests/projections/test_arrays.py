@@ -4,8 +4,8 @@ import psycopg
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grabstream.ops.settings import Settings
 from grabstream.projections.database.arrays import in_order, integer_array, text_array
+from grabstream.settings import Settings
 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 

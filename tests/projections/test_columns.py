@@ -31,13 +31,13 @@ from grabstream.models.events import (
 from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import AnyRun, decode_line
 from grabstream.ops.diagnosis.evidence import transfers_of_seqs
-from grabstream.ops.settings import Settings
 from grabstream.projections.accounts import changes_of
 from grabstream.projections.checking.verified import accounts_after, ledger_rows
 from grabstream.projections.cursors import Fact, facts_of
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.versions import create_flat
+from grabstream.settings import Settings
 from tests.conftest import examples
 from tests.models.test_runs import grants
 from tests.support.projecting import SHARD

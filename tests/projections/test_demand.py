@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
+from grabstream.connections.opening import checked_books
 from grabstream.ops.commands.operate.worker import _record_demand
-from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.settings import Settings
 from grabstream.projections.records import demand
+from grabstream.settings import Settings
 from tests.support.projecting import rows
 
 DAY = 86_400

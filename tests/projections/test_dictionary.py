@@ -9,10 +9,10 @@ import pytest
 from psycopg import AsyncConnection, sql
 from psycopg.errors import InsufficientPrivilege, ObjectNotInPrerequisiteState
 
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import reports, versions
 from grabstream.projections.database.migrate import migrate, use_schema
 from grabstream.projections.definitions.dictionary import VIEWS, integer_of
+from grabstream.settings import Settings, load_settings
 from tests.conftest import as_role
 from tests.support.systems import make_tables
 

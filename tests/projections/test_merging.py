@@ -10,9 +10,9 @@ import pytest
 from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation, UniqueViolation
 
-from grabstream.ops.settings import Settings
 from grabstream.projections.database.arrays import integer_array, text_array
 from grabstream.projections.database.merging import merge, merge_of
+from grabstream.settings import Settings
 from tests.conftest import until
 
 ADD = merge_of("sums", ("name", "asset"), ("posted",))

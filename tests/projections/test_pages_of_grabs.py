@@ -21,8 +21,8 @@ from grabstream.gateway.caching import Cache
 from grabstream.gateway.positions import WAITING_PLACES
 from grabstream.gateway.requests import Request
 from grabstream.ops.commands.read.show import read_offer
-from grabstream.ops.settings import Settings
 from grabstream.projections.versions import create_flat
+from grabstream.settings import Settings
 from tests.projections.test_plans import steps_of
 
 #: Grabs of each offer; of pieces, as many wait.

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection
 
-from grabstream.ops.settings import Settings
 from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.versions import create_flat
+from grabstream.settings import Settings
 from tests.projections.test_columns import facts, in_groups
 from tests.support.random_history import random_history
 from tests.support.runs import as_runs

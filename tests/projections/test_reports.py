@@ -31,10 +31,10 @@ from grabstream.models.events import (
     decode_event,
 )
 from grabstream.models.transfers import transfers_of
-from grabstream.ops.settings import Settings
 from grabstream.projections import versions
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.read_models import READ_MODELS
+from grabstream.settings import Settings
 from tests.projections.test_columns import facts, in_groups
 from tests.support.random_history import random_history
 from tests.support.runs import as_lines, as_runs

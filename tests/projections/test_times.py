@@ -8,7 +8,7 @@ from typing import Any
 from psycopg import AsyncConnection
 
 from grabstream.models.runs import decode_line
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.services.servers import PROJECT
 from tests.projections.test_reports import connection, fill
 from tests.support.projecting import SHARD

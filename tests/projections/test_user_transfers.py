@@ -14,10 +14,10 @@ from psycopg import AsyncConnection
 from grabstream.models.entries import BookedEntry
 from grabstream.models.events import LedgerAdjusted, encode_event
 from grabstream.models.runs import AnyRun, HeldRun
-from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import Fact
 from grabstream.projections.database.migrate import migrate, use_schema
 from grabstream.projections.read_models import READ_MODELS
+from grabstream.settings import Settings
 from tests.conftest import examples
 from tests.projections.test_columns import MODELS, books, facts, groups, in_groups, mixtures
 from tests.support.projecting import SHARD, granted, opened

@@ -12,7 +12,6 @@ import pytest
 from psycopg import AsyncConnection
 from psycopg.errors import DivisionByZero
 
-from grabstream.ops.settings import Settings
 from grabstream.projections import versions
 from grabstream.projections.database import migrate as migrate_module
 from grabstream.projections.database.grants import Grant, give, grants_of
@@ -24,6 +23,7 @@ from grabstream.projections.database.migrate import (
     use_schema,
 )
 from grabstream.projections.definitions import PROJECTIONS, BadDefinition, definition_of, parse
+from grabstream.settings import Settings
 from tests.support.systems import make_tables
 
 FORM = {

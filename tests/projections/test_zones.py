@@ -16,11 +16,11 @@ from grabstream.models.offers import StockTerms
 from grabstream.models.rules import ShardState, decide
 from grabstream.ops.commands.offers.through_a_gate import _zones_without_views
 from grabstream.ops.diagnosis.books import BookReadings, read_books, zones_unknown
-from grabstream.ops.settings import Settings
 from grabstream.projections import versions
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.system import Identity, write_identity
 from grabstream.projections.read_models import READ_MODELS
+from grabstream.settings import Settings
 from tests.projections.test_columns import facts
 from tests.support.systems import make_tables
 

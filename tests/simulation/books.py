@@ -19,13 +19,13 @@ from psycopg.errors import LockNotAvailable
 from grabstream.lua.keys import KeySpace
 from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
-from grabstream.ops.settings import Settings
 from grabstream.projections.checking.rebuilt import RebuiltModels
 from grabstream.projections.cursors import Fact
 from grabstream.projections.database import sessions
 from grabstream.projections.database.migrate import migrate
 from grabstream.projections.database.system import Identity, write_identity
 from grabstream.projections.read_models import READ_MODELS
+from grabstream.settings import Settings
 from grabstream.streams.rebuilding.reading import Servers, open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import open_rebuild
 from grabstream.streams.topics import Topics
@@ -353,7 +353,7 @@ class BooksOfWorker:
         self._release = release
         self._keys = keys
         self._is_verified = is_verified
-        self._opening = release.module("ops.connections.opening")
+        self._opening = release.module("connections.opening")
 
     def roles(self, redis: Any, step: Callable[[str], None]) -> dict[str, Role]:
         """The roles that only concern the books."""

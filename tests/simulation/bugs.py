@@ -278,7 +278,7 @@ OF_GATE: Final = (
         "commands that were sent, and got no reply, were answered as if nothing was decided",
         (
             (
-                "grabstream/lua/gate/queue.py",
+                "grabstream/gate/queue.py",
                 "            if entry.unsure:\n                entry.fail",
                 "            if False:\n                entry.fail",
             ),
@@ -289,7 +289,7 @@ OF_GATE: Final = (
         "commands that were decided in a history that is lost were answered as if nothing was decided",
         (
             (
-                "grabstream/lua/gate/queue.py",
+                "grabstream/gate/queue.py",
                 "        self.unsure = True\n        self.is_done, self.error",
                 "        self.is_done, self.error",
             ),
@@ -298,19 +298,19 @@ OF_GATE: Final = (
     Bug(
         "a confirmation passes a grab that was refused",
         "what followed a command that was answered busy or fenced was decided without it",
-        (("grabstream/lua/gate/queue.py", "            entry = entry.next\n", "            entry = None\n"),),
+        (("grabstream/gate/queue.py", "            entry = entry.next\n", "            entry = None\n"),),
     ),
     Bug(
         "a list that is cut waits for its lost history",
         "a list whose answers were lost, and for which the next call had no room, was never answered",
-        (("grabstream/lua/gate/queue.py", "        self.answers, self.history = [], 0\n", ""),),
+        (("grabstream/gate/queue.py", "        self.answers, self.history = [], 0\n", ""),),
     ),
     Bug(
         "a reader of a topic is refused",
         "a backlog of arrays in the topic was answered busy",
         (
             (
-                "grabstream/lua/gate/gate.py",
+                "grabstream/gate/gate.py",
                 "patience = math.inf if reader else patience_ms / 1000",
                 "patience = patience_ms / 1000",
             ),
@@ -321,7 +321,7 @@ OF_GATE: Final = (
         "answers given as decided that a recovery took back were not reported",
         (
             (
-                "grabstream/lua/gate/decided.py",
+                "grabstream/gate/decided.py",
                 "in await self._recorded(shard, command, answer)",
                 "in [(answer.seq, answer.at)]",
             ),
@@ -332,7 +332,7 @@ OF_GATE: Final = (
         "answers given as decided that only a second recovery took back were not reported",
         (
             (
-                "grabstream/lua/gate/decided.py",
+                "grabstream/gate/decided.py",
                 "left = [kept_call for kept_call in kept if kept_call.answers]",
                 "left = []",
             ),
@@ -341,7 +341,7 @@ OF_GATE: Final = (
     Bug(
         "a command that raises ends its worker",
         "an error that a script raised for one command of the topic ended the worker",
-        (("grabstream/lua/gate/calls.py", "raise Undecidable(text) from None", "raise"),),
+        (("grabstream/gate/calls.py", "raise Undecidable(text) from None", "raise"),),
     ),
     Bug(
         "the loss of a server in other words ends a worker",

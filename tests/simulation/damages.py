@@ -32,20 +32,20 @@ OF_ANSWERS: Final = (
     Bug(
         "a granted grab has an event",
         "sold_out was answered as granted, without an event",
-        (("grabstream/lua/gate/encoding.py", "    code = row.code\n    if not row.details",
+        (("grabstream/gate/encoding.py", "    code = row.code\n    if not row.details",
           "    code = 0 if row.code == 32 else row.code\n    if not row.details"),),
     ),
     Bug(
         "a part that was taken is told",
         "already_taken named another amount",
-        (("grabstream/lua/gate/encoding.py",
+        (("grabstream/gate/encoding.py",
           'fields |= {"amount": row.amount, "quantity": row.quantity, "place": row.place}\n',
           'fields |= {"amount": row.amount + 1, "quantity": row.quantity, "place": row.place}\n'),),
     ),
     Bug(
         "a coupon's code is its own",
         "answers had another code than the event",
-        (("grabstream/lua/gate/encoding.py", '{"coupon_code": codes[0],', '{"coupon_code": "WRONG",'),),
+        (("grabstream/gate/encoding.py", '{"coupon_code": codes[0],', '{"coupon_code": "WRONG",'),),
     ),
     Bug(
         "a repeated answer is the first",

@@ -98,7 +98,7 @@ GUARDS: Final = (
     ),
     _in_mutations("a waiter trusts its own history only", "history of a journaled answer"),
     Guard(
-        "a waiter is told of another history", "grabstream/lua/gate/journaled.py",
+        "a waiter is told of another history", "grabstream/gate/journaled.py",
         "others = [waiter for waiter in heap if waiter[2] != history]", "others: list[_Waiter] = []",
     ),
 )  # fmt: skip

@@ -27,11 +27,11 @@ from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.money import Invalid
 from grabstream.models.offers import Terms
 from grabstream.models.rules import Offer, ShardState, decide, decide_basket, sweep
-from tests.lua.conftest import SEALER
 from tests.lua.histories.hostile_history import HostileHistory, Sweep, TimePasses
 from tests.simulation.machine import BEGINNING_MS
 from tests.simulation.releases import RELEASES
 from tests.simulation.scenes import Moment, of_neighbours, of_one_id, scene_of
+from tests.support.shards import SEALER
 
 PREFIX: Final = "sim"
 SHARDS: Final = 2

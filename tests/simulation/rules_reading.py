@@ -30,8 +30,8 @@ from grabstream.models.rules import Decided, ShardState, decide, decide_basket
 from grabstream.models.rules.grabbing import leave_queue
 from grabstream.models.rules.operating import fall_due
 from grabstream.models.rules.settling import lapse
-from tests.lua.conftest import SEALER
 from tests.lua.histories.strategies import TICKETS
+from tests.support.shards import SEALER
 
 #: The command in events that no command caused.
 SWEEP = "sweep"

@@ -7,11 +7,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
 
-from grabstream.lua import restoring
-from grabstream.lua.gate import encoding, sizes, staging
+from grabstream.gate import encoding, sizes, staging
 from grabstream.models.rules import grabbing, operating
 from grabstream.streams.deciding import backlog, decider, sweeper
-from grabstream.streams.relaying import recovery
+from grabstream.streams.relaying import recovery, restoring
 from tests.simulation.releases import RELEASES
 
 #: Queued grabs that one command serves; the rules have the same bound.

@@ -13,11 +13,11 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.settings import Settings
+from grabstream.lua.running import run_script
 from grabstream.projections.database import sessions
 from grabstream.runtime.trouble import is_trouble
+from grabstream.settings import Settings
 from grabstream.streams.projecting import agents
 from grabstream.streams.relaying.leases import Lease, pass_lease, request_lease
 from grabstream.streams.relaying.shares import Worker

@@ -18,9 +18,9 @@ from unittest import mock
 from aiokafka import TopicPartition
 from msgspec.structs import replace
 
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.decided import LostDecision
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.decided import LostDecision
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer, decode_answer
 from grabstream.models.commands import (
@@ -40,7 +40,6 @@ from grabstream.streams.deciding.decider import decider_group
 from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
 from grabstream.streams.journal_keys import JournalKeys, use_keys
 from grabstream.streams.topics import Topics
-from tests.lua.conftest import SEAL_KEYS, SEALER
 from tests.lua.histories.recovered import align_postponed_due_times, contents, differences, fold
 from tests.lua.histories.strategies import TICKET_KEYS, TICKETS
 from tests.simulation import faults, postgresql_server, smaller
@@ -65,6 +64,7 @@ from tests.simulation.postgresql_server import PrivatePostgres
 from tests.simulation.redis_server import Client, Server, SimulatedScript, Store, Weather
 from tests.simulation.releases import RELEASES
 from tests.simulation.smaller import CALL_COSTS, smaller_bounds
+from tests.support.shards import SEAL_KEYS, SEALER
 
 LEASE_MS: Final = 1_600
 #: The modules that open Kafka clients.
@@ -211,7 +211,7 @@ class World:
                 stack.enter_context(self.books.patched())
             stack.enter_context(simulated_machine(self.loop, self.clock, self.trace, self.entropy))
             for release in RELEASES:
-                encoding = release.module("lua.gate.encoding")
+                encoding = release.module("gate.encoding")
                 noted = partial(self._noted, encoding.answer_of)
                 stack.enter_context(mock.patch.object(encoding, "answer_of", noted))
                 if hasattr(encoding, "granted_answers"):  # an older release makes each answer separately
@@ -350,8 +350,8 @@ class World:
             release = RELEASES[number % len(RELEASES)]
             worker = release.module("streams.worker")
             # These look at commands, which are of the release that decodes them.
-            sealer = release.module("lua.gate.sealing").Sealer(SEAL_KEYS)
-            tickets = release.module("lua.gate.tickets").TicketKeys(TICKET_KEYS)
+            sealer = release.module("gate.sealing").Sealer(SEAL_KEYS)
+            tickets = release.module("gate.tickets").TicketKeys(TICKET_KEYS)
             settings = worker.WorkerSettings(
                 "simulated", PREFIX, SHARDS, 0, GATE, self.plan.block_events_max, LEASE_MS
             )

@@ -15,7 +15,7 @@ from typing import Any, Final
 from grabstream.client.commands import CommandMethods
 from grabstream.client.exchange import RequestProblem
 from grabstream.client.over_http import AsyncClient
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.gate import Gate
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.vocabulary import AnyCommand, CouponTerms, EnvelopeTerms, Limit, StockTerms
 

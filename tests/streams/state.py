@@ -6,11 +6,11 @@ import secrets
 from contextlib import aclosing
 from typing import Any
 
+from grabstream.connections.opening import key_space, open_redis, sealer
 from grabstream.lua.keys import KeySpace
 from grabstream.models.journal import Cursor
 from grabstream.models.runs import decode_line
-from grabstream.ops.connections.opening import key_space, open_redis, sealer
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
 from tests.conftest import until

@@ -15,8 +15,8 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.errors import KafkaConnectionError
 
-from grabstream.ops.connections.opening import key_space, open_redis, sealer
-from grabstream.ops.settings import Settings
+from grabstream.connections.opening import key_space, open_redis, sealer
+from grabstream.settings import Settings
 from grabstream.streams import clients
 from grabstream.streams.journal import open_reader
 from grabstream.streams.relaying.relay import RETRY_SECONDS_MAX, ShardRelay

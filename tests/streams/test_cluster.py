@@ -15,19 +15,19 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from click.testing import CliRunner
 
+from grabstream.connections.opening import key_space, open_redis, require_core
+from grabstream.connections.redis_cluster import slot_of
+from grabstream.connections.redis_servers import information
 from grabstream.lua.library import library
 from grabstream.ops import cli
-from grabstream.ops.connections.opening import key_space, open_redis, require_core
-from grabstream.ops.connections.redis_cluster import slot_of
-from grabstream.ops.connections.redis_servers import information
-from grabstream.ops.settings import BadSettings, Settings, child_environment, cluster_address, load_settings
+from grabstream.settings import BadSettings, Settings, child_environment, cluster_address, load_settings
 from grabstream.streams.topics import Topics
 from grabstream.workshop.services import ClusterServices, free_ports
 from grabstream.workshop.services.cluster import ports_from
 from tests.conftest import make_system, until
-from tests.lua.conftest import grabs, opening
 from tests.streams.state import assert_state_is_the_journal_s
 from tests.streams.traffic import traffic
+from tests.support.shards import grabs, opening
 
 pytestmark = pytest.mark.long
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
+from grabstream.connections.opening import open_gate, open_redis
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections.opening import open_gate, open_redis
 from grabstream.ops.console.stopping import END_SECONDS_MAX
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from grabstream.streams.worker import RestartingRole, Service, run_worker
 from tests.conftest import until
 from tests.support.command_line import env_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until

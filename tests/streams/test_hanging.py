@@ -12,13 +12,13 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 from psycopg import AsyncConnection
 
+from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.settings import Settings, child_environment
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections.database.sessions import session_name
 from grabstream.projections.versions import use_read_model
+from grabstream.settings import Settings, child_environment
 from grabstream.streams.clients import started
 from grabstream.streams.projecting import agents
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR, HANGS_MS_MAX, QUEUE_RECORDS_MAX

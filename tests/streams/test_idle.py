@@ -13,14 +13,14 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from psycopg import IsolationLevel
 
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import Gate
-from grabstream.ops.connections.opening import key_space, open_redis, sealer
-from grabstream.ops.settings import Settings
+from grabstream.connections.opening import key_space, open_redis, sealer
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
 from grabstream.projections.checking import verified
 from grabstream.projections.database.migrate import PROJECTIONS
 from grabstream.runtime import ticks
 from grabstream.runtime.ending import end
+from grabstream.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.journal import open_reader

@@ -15,12 +15,12 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from grabstream.connections.opening import key_space, open_gate
 from grabstream.lua.keys import KeySpace
 from grabstream.ops.commands.read.status import read as status
-from grabstream.ops.connections.opening import key_space, open_gate
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.diagnosis.findings import shard_list
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.stage import take_down
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.cluster import join_redis

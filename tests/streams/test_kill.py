@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.services import LocalServices
 from tests.streams.traffic import traffic
 from tests.support.leases import until_relayed_by

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grabstream
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.journal import JournalRecord, open_reader
 from grabstream.streams.kafka_internals import Records
 from grabstream.streams.record_batches import read_records

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.gate.gate import Gate
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Release, Return
 from grabstream.models.offers import Limit, StockTerms
 from grabstream.models.outcomes import OutcomeUnknown
-from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
+from grabstream.settings import Settings
 from tests.conftest import until
 from tests.support.leases import until_relayed_by
 from tests.support.projecting import rows

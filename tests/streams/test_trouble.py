@@ -18,16 +18,16 @@ import redis.asyncio
 import redis.exceptions
 import uvloop
 
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.decided import DecidedAnswers
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.journaled import Journaled
-from grabstream.lua.gate.refusals import RefusalLog
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.decided import DecidedAnswers
+from grabstream.gate.gate import Gate
+from grabstream.gate.journaled import Journaled
+from grabstream.gate.refusals import RefusalLog
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.outcomes import OutcomeUnknown
-from grabstream.ops.settings import Settings, is_cluster
 from grabstream.runtime.trouble import is_trouble
+from grabstream.settings import Settings, is_cluster
 from grabstream.streams.deciding import decider, sweeper
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.sweeper import Sweeper
@@ -41,7 +41,7 @@ from grabstream.streams.topics import Topics
 from grabstream.workshop.services import free_ports
 from tests.conftest import Worker, until
 from tests.drill.switch import Switch
-from tests.lua.conftest import SEALER, grabs
+from tests.support.shards import SEALER, grabs
 
 HANDLER_CLOSED = (
     "unable to perform operation on <TCPTransport closed=True reading=False 0x55d0c8>; the handler is closed"
@@ -213,9 +213,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decider, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(decider, "RETRY_SECONDS_MAX", 0.02)
     monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("grabstream.lua.gate.journaled.POLL_EVERY_SECONDS", 0.01)
-    monkeypatch.setattr("grabstream.lua.gate.decided.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("grabstream.lua.gate.refusals.FLUSH_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.gate.journaled.POLL_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.gate.decided.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.gate.refusals.FLUSH_EVERY_SECONDS", 0.01)
     monkeypatch.setattr(keeper, "RENEWALS_PER_LEASE", 100)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate import encoding
+from grabstream.connections.opening import key_space, open_gate, open_redis
+from grabstream.gate import encoding
 from grabstream.models.calendar import MINUTE_MS
 from grabstream.models.commands import Grab, Open, Pause, Release, Resume
 from grabstream.models.offers import Hours, StockTerms
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
+from grabstream.settings import Settings
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import until
 from tests.support.leases import until_relayed_by

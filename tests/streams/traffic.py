@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 from redis.exceptions import ConnectionError
 
-from grabstream.lua.gate.gate import Gate
-from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
-from grabstream.ops.settings import Settings
+from grabstream.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.gate.gate import Gate
 from grabstream.ops.verification.verifying import verify
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.crowd import attempts, envelopes
 from grabstream.workshop.rehearsal.run import Rehearsal, open_books, read_progress
 from grabstream.workshop.rehearsal.verdict import verdict

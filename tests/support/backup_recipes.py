@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from psycopg.conninfo import conninfo_to_dict
 
-from grabstream.ops.settings import Settings, child_environment
 from grabstream.ops.verification.verifying import verify
+from grabstream.settings import Settings, child_environment
 from grabstream.workshop.services.servers import PROJECT
 
 DECIDING, PROJECTING = "decide,relay,sweep", "project,publish"

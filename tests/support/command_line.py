@@ -10,7 +10,7 @@ import tempfile
 import termios
 from pathlib import Path
 
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from tests.support import forks
 
 README = Path(__file__).parent.parent.parent / "README.md"

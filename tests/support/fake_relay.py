@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
 from grabstream.lua import loader
-from grabstream.lua.gate.calls import GateLimits, run_script
-from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.library import library
+from grabstream.lua.running import run_script
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Redeem, Return
 from grabstream.models.offers import CouponTerms
-from tests.lua.conftest import SEALER, event_lines, opening
 from tests.lua.histories.recovered import fold
+from tests.support.shards import SEALER, event_lines, opening
 
 TERMS = CouponTerms(issuer="shop", total=100_000, hold_ms=600_000, price=7, currency="CNY")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import aiohttp
 from yarl import URL
 
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from tests.conftest import wait_until
 from tests.support.command_line import env_of
 

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 
 
 def consume(settings: Settings, topic: str, form: str = "%s\n") -> list[str]:

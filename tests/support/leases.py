@@ -4,9 +4,9 @@ import re
 from collections import Counter
 from typing import Any
 
+from grabstream.connections.opening import key_space, open_redis
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import until
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from aiokafka.admin import AIOKafkaAdminClient
 
+from grabstream.connections.opening import key_space, open_gate, open_redis
 from grabstream.models.commands import Grab, Open
 from grabstream.models.events import AnyEvent
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.runs import decode_line, singles
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.initialization import take_new_journal
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics, create_topics
 from grabstream.workshop.rehearsal.run import open_books, read_progress

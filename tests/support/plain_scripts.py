@@ -2,9 +2,9 @@
 
 import pytest
 
-from grabstream.lua.gate import calls
+from grabstream.lua import running
 
 
 def use_plain_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes this process run every script as a plain script, as where functions cannot be used."""
-    monkeypatch.setattr(calls, "is_plain", lambda redis, state: True)
+    monkeypatch.setattr(running, "is_plain", lambda redis, state: True)

@@ -12,7 +12,7 @@ from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
 from grabstream.models.journal import GENESIS, block_headers, chain, marker_headers
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.journal import JournalRecord
 from grabstream.streams.projecting.agents import make_projectors
 from grabstream.streams.projecting.projector import Projector

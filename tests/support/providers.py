@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from grabstream.ops.settings import child_environment
+from grabstream.settings import child_environment
 from tests.conftest import wait_until
 from tests.support.receipts import KEYS_TEXT
 

@@ -16,7 +16,7 @@ from grabstream.models.commands import (
 from grabstream.models.events import encode_event
 from grabstream.models.rules import ShardState, decide, sweep
 from grabstream.models.runs import decode_line
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from tests.lua.histories.shop import Shop
 from tests.support.projecting import SHARD, JournalWriter, running, until_at_seq

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from psycopg import sql
 
-from grabstream.ops.connections.opening import where_of
-from grabstream.ops.settings import Settings
+from grabstream.connections.opening import where_of
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.versions import Version, in_state
+from grabstream.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.rebuilding.reading import open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import open_rebuild

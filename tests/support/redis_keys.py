@@ -1,9 +1,9 @@
 """Deletes the keys of a test's system from Redis."""
 
-from grabstream.ops.connections.opening import (
+from grabstream.connections.opening import (
     open_redis,
 )
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 
 
 async def delete_keys(settings: Settings) -> None:

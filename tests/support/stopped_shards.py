@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import Any
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import (

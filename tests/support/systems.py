@@ -11,10 +11,10 @@ from psycopg import AsyncConnection
 
 from grabstream.ops import initialization
 from grabstream.ops.initialization import Initialized
-from grabstream.ops.settings import Settings
 from grabstream.projections.database.migrate import migrate, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.versions import drop_all
+from grabstream.settings import Settings
 
 #: The schema that is dumped; each process of a parallel run has its own.
 _NAME = "template_of_tests"

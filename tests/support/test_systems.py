@@ -4,7 +4,7 @@ import re
 import subprocess
 
 from grabstream.ops import initialization
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.stage import take_down
 from tests.support.systems import make_system
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from psycopg import IsolationLevel
 
-from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.settings import Settings
+from grabstream.connections.opening import key_space, open_redis
 from grabstream.projections.checking import verified
+from grabstream.settings import Settings
 from grabstream.streams.projecting.verifier import Verifier
 from grabstream.workshop.rehearsal.run import open_books
 from tests.support.projecting import (

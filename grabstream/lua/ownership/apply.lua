@@ -138,7 +138,8 @@ do
     keep_part(call, offer, event.command, event.user, event.digest, event.amount)
   end
 
-  -- Plain grabs of an envelope that follow each other in the shard, in columns (lua/restoring.py).
+  -- Plain grabs of an envelope that follow each other in the shard, in columns
+  -- (streams/relaying/restoring.py).
   APPLY['parts'] = function(offer, event)
     spend(COST.plain_grab * #event.grabs)
     keep_run_of_parts(offer, event)

@@ -9,11 +9,11 @@ from psycopg import OperationalError
 from psycopg.errors import InsufficientPrivilege, LockNotAvailable, QueryCanceled, UndefinedTable
 from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 
+from grabstream.connections.logins import refusal
 from grabstream.models.upcasting import BrokenChain
-from grabstream.ops.connections.logins import refusal
-from grabstream.ops.settings import BadSettings, ServerFailed, load_settings
 from grabstream.projections.database.locks import Held
 from grabstream.projections.versions import NoReadModel
+from grabstream.settings import BadSettings, ServerFailed, load_settings
 from grabstream.streams.buckets import StoreAway, StoreRefused
 from grabstream.streams.clients import DoesNotStop, in_words
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR

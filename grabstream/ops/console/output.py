@@ -12,7 +12,6 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.table import Table
 
-from grabstream.models.bounds import counted as counted  # for all that prints
 from grabstream.ops.console.terminal import visible
 
 #: Characters. Without a terminal, lines may be this long, so that tables do not cut ids in a pipe.

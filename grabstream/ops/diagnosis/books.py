@@ -9,13 +9,12 @@ from typing import Any, Final, NamedTuple
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from psycopg import AsyncConnection, sql
 
+from grabstream.models.bounds import counted
 from grabstream.models.journal import Cursor, is_signed_owner
-from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, shard_list
 from grabstream.ops.diagnosis.hooks import HookReading, read_hooks
 from grabstream.ops.diagnosis.seal_keys import SealKeyReadings, read_seal_keys
 from grabstream.ops.diagnosis.topics import LATE_MS, Lag, lags
-from grabstream.ops.settings import Settings
 from grabstream.projections import cursors
 from grabstream.projections.checking import verified
 from grabstream.projections.checking.verified import OpenFinding, VerifiedTo
@@ -34,6 +33,7 @@ from grabstream.projections.versions import (
     versions,
     writable_version,
 )
+from grabstream.settings import Settings
 from grabstream.streams.history.archive_source import open_archive_of_journal
 from grabstream.streams.history.stores import Store
 from grabstream.streams.journal import JournalReader

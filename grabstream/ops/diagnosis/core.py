@@ -10,16 +10,16 @@ from typing import Any, Final, NamedTuple
 from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import RedisError
 
+from grabstream.connections.redis_servers import ANSWER_SECONDS_MAX, ask_each, masters, within
+from grabstream.connections.worker_reports import ReportedTrouble, WorkerReport, read_reports
 from grabstream.lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
 from grabstream.lua.library import MISSING, library, missing_or_unusable
+from grabstream.lua.records import first_event_at
 from grabstream.lua.server import server_epoch_of
-from grabstream.models.bounds import quoted
-from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, ask_each, masters, within
-from grabstream.ops.connections.worker_reports import ReportedTrouble, WorkerReport, read_reports
-from grabstream.ops.console.output import counted
+from grabstream.models.bounds import counted, quoted
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, shard_list
-from grabstream.ops.settings import Settings
 from grabstream.runtime.trouble import is_trouble
+from grabstream.settings import Settings
 from grabstream.streams.clients import LASTING_SECONDS
 from grabstream.streams.relaying.takeover import CANNOT_BE_REBUILT, JOURNAL_LOST
 
@@ -35,8 +35,6 @@ FULL_SHARE: Final = 0.8
 MEMORY_FULL_SHARE: Final = 0.9
 
 _number = re.compile(r"\d+")
-#: Finds the time of an event, ms since 1970 UTC, in its text.
-event_at = re.compile(rb'"at":(\d+)').search
 
 
 class ShardReadings(NamedTuple):
@@ -192,8 +190,7 @@ async def _read_shard(redis: Any, keys: ShardKeys) -> ShardReadings:
         entry = await redis.xrange(keys.outbox, min=f"{journaled + 1}-0", count=1) or await redis.xrange(
             keys.outbox, count=1
         )
-        at = event_at(next(iter(entry[0][1].values()))) if entry else None
-        oldest_unjournaled_at = int(at.group(1)) if at else None
+        oldest_unjournaled_at = first_event_at(entry)
     first_due, first_hold = (int(first[0][1]) if first else None for first in (due, holds))
     server_epoch = await server_epoch_of(redis, keys.state)
     return ShardReadings(

@@ -16,25 +16,25 @@ from psycopg import OperationalError
 from psycopg.errors import InsufficientPrivilege
 from redis.exceptions import NoPermissionError, RedisError
 
-from grabstream.lua.gate.calls import now_ms
-from grabstream.ops.connections.identity import IdentityNotRecorded, OtherJournal, OtherSystem
-from grabstream.ops.connections.opening import key_space, mixed_systems, open_redis
-from grabstream.ops.connections.preconditions import (
+from grabstream.connections.identity import IdentityNotRecorded, OtherJournal, OtherSystem
+from grabstream.connections.opening import key_space, mixed_systems, open_redis
+from grabstream.connections.preconditions import (
     Unmet,
     enough_partitions,
     loses_nothing,
     unmet_by_postgres,
 )
-from grabstream.ops.connections.worker_reports import WorkerReport, players
+from grabstream.connections.worker_reports import WorkerReport, players
+from grabstream.gate.calls import now_ms
 from grabstream.ops.diagnosis import books, core, hooks, machine, seal_keys, topics
 from grabstream.ops.diagnosis.books import ArchiveReadings, BookReadings, Jump
 from grabstream.ops.diagnosis.core import CoreReadings
 from grabstream.ops.diagnosis.findings import Finding
 from grabstream.ops.diagnosis.seal_keys import SealKeyReadings
 from grabstream.ops.diagnosis.topics import Lag, TopicReadings
-from grabstream.ops.settings import Settings
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
+from grabstream.settings import Settings
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.history.stores import Store

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 
-from grabstream.ops.connections.identity import NEW_JOURNAL
-from grabstream.ops.settings import without_password
+from grabstream.connections.identity import NEW_JOURNAL
+from grabstream.settings import without_password
 
 #: `stuck`: something has stopped or is wrong now · `risk`: it may stop or be wrong later · `note`: an
 #: operator or a recovery caused it, and nothing is stuck.

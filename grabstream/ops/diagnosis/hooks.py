@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 from psycopg import AsyncConnection
 from psycopg.rows import class_row
 
-from grabstream.ops.console.output import counted
+from grabstream.models.bounds import counted
 from grabstream.ops.diagnosis.findings import Finding
 from grabstream.ops.diagnosis.topics import LATE_MS
 from grabstream.projections.records.webhooks import (

@@ -7,7 +7,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from grabstream.ops.diagnosis.findings import Finding
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 
 #: A disk with less free space than this share, or these bytes, is nearly full.
 FREE_SHARE_MIN: Final = 0.05

@@ -6,13 +6,13 @@ from typing import Any, Final, NamedTuple
 from psycopg import AsyncConnection
 from psycopg.errors import QueryCanceled
 
-from grabstream.lua.gate.sealing import Sealer
-from grabstream.ops.connections.seal_keys import WrongSealKeys, compare_first
-from grabstream.ops.console.output import counted
+from grabstream.connections.seal_keys import WrongSealKeys, compare_first
+from grabstream.gate.sealing import Sealer
+from grabstream.models.bounds import counted
 from grabstream.ops.diagnosis.findings import Finding
-from grabstream.ops.settings import Settings
 from grabstream.projections.records import seal_keys
 from grabstream.projections.records.seal_keys import SealKey, Uses
+from grabstream.settings import Settings
 
 #: How long counting what old keys have sealed may take.
 COUNT_SECONDS_MAX: Final = 5

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from grabstream.connections.redis_servers import ANSWER_SECONDS_MAX, ask_each, information
 from grabstream.lua.keys import SHARD_FIELDS, KeySpace, ShardKeys
-from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, ask_each, information
 
 
 async def read_shards(redis: Any, keys: KeySpace, shards: int) -> list[dict[str, Any]]:

@@ -8,9 +8,9 @@ would make every call slower.
 
 from typing import Any, Final, NamedTuple
 
+from grabstream.connections.redis_servers import masters, within
 from grabstream.lua.library import library
 from grabstream.lua.loader import load, script_names
-from grabstream.ops.connections.redis_servers import masters, within
 from grabstream.runtime.trouble import suppressed_trouble
 
 #: How many entries of a server's SLOWLOG are read. By default it keeps 128 entries of calls above

@@ -1,5 +1,5 @@
 """Checks of Kafka: whether the topics exist and have leaders, and whether deciders read the commands. The
-settings of topics are among the conditions (`ops/connections/preconditions.py`).
+settings of topics are among the conditions (`connections/preconditions.py`).
 """
 
 import asyncio
@@ -11,10 +11,10 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import GroupCoordinatorNotAvailableError, NotCoordinatorForGroupError
 
+from grabstream.models.bounds import counted
 from grabstream.models.journal import named
-from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import Finding, shard_list, spans
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.deciding.decider import decider_group
@@ -254,7 +254,7 @@ async def _written_at(consumer: AIOKafkaConsumer, partition: TopicPartition, off
 
 def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
     """Topics that do not exist, a journal with another number of partitions, and topics that have more than
-    they need. Fewer partitions are among the conditions (`ops/connections/preconditions.py`).
+    they need. Fewer partitions are among the conditions (`connections/preconditions.py`).
     """
     topics = Topics(settings.prefix)
     findings = []

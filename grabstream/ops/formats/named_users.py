@@ -5,7 +5,7 @@ import click
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import is_id
 from grabstream.models.pseudonyms import user_of
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 
 
 def user_named(settings: Settings, text: str) -> str:

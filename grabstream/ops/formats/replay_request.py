@@ -10,7 +10,7 @@ from grabstream.extras import installed
 from grabstream.models.bounds import counted
 from grabstream.models.identifiers import campaign_of, is_id, shard_of
 from grabstream.ops.formats.moments import BadMoment, parse_points
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.buckets import INSTALL, BadAddress, BucketAddress, is_address, parse
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.replaying.filters import Filters, filters_of

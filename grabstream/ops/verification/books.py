@@ -12,7 +12,6 @@ from grabstream.models.bounds import counted
 from grabstream.models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap
 from grabstream.models.runs import decode_line
 from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.audit_trail import AuditTrail
 from grabstream.ops.verification.checkpoints import Against
 from grabstream.ops.verification.checks import Problems, RedisShard, VerificationCheck, VerificationProgress
@@ -23,6 +22,7 @@ from grabstream.projections.cursors import Fact, load
 from grabstream.projections.database.migrate import PROJECTIONS
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.settings import Settings
 from grabstream.streams.history.archive import Archive
 from grabstream.streams.history.archive_source import archived_chunks
 from grabstream.streams.history.sources import AuditSource, Start

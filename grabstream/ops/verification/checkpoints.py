@@ -13,16 +13,16 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 from psycopg import AsyncConnection
 
-from grabstream.lua.gate.calls import now_ms
+from grabstream.gate.calls import now_ms
 from grabstream.models.bounds import counted, quoted
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.models.merkle import Root, leaf_hash
-from grabstream.ops.settings import BadSettings, Settings
 from grabstream.ops.verification.checks import Say, VerificationCheck
 from grabstream.ops.verification.evidence import BadCheckpoint, read_evidence
 from grabstream.ops.verification.signatures import IgnoredRecords
 from grabstream.projections import cursors
 from grabstream.projections.cursors import single_facts
+from grabstream.settings import BadSettings, Settings
 from grabstream.streams.buckets import BucketAddress
 from grabstream.streams.history.sources import AuditSource, Start
 from grabstream.streams.journal import open_reader

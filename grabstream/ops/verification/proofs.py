@@ -12,10 +12,10 @@ from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, decode_eve
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.merkle import SIBLINGS_MAX, leaf_hash, root_of_proof
 from grabstream.models.merkle import Path as MerklePath
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.checkpoints import Checkpoint, ShardHead, require_signed, texts_of
 from grabstream.ops.verification.checks import Say
 from grabstream.ops.verification.evidence import FILE_BYTES_MAX, BadCheckpoint, read_bounded
+from grabstream.settings import Settings
 
 #: A checkpoint, an event whose text may be escaped, and hashes.
 PROOF_BYTES_MAX: Final = FILE_BYTES_MAX + 2 * EVENT_LINE_BYTES_MAX

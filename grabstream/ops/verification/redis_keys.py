@@ -12,12 +12,12 @@ import msgspec
 from aiokafka.errors import OffsetOutOfRangeError
 from redis.exceptions import RedisError
 
-from grabstream.lua.gate.sealing import CannotOpen
-from grabstream.ops.connections.opening import key_space, sealer, snapshots
-from grabstream.ops.connections.redis_servers import information
-from grabstream.ops.settings import BadSettings, Settings
+from grabstream.connections.opening import key_space, sealer, snapshots
+from grabstream.connections.redis_servers import information
+from grabstream.gate.sealing import CannotOpen
 from grabstream.ops.verification.books import BooksComparison
 from grabstream.ops.verification.checks import POLL_SECONDS, VerificationCheck, VerificationProgress
+from grabstream.settings import BadSettings, Settings
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.relaying.ownership import NewerProgram, SteppedDown
 from grabstream.streams.relaying.recovery import Impossible, Snapshots

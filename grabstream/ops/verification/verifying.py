@@ -20,8 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, IsolationLevel
 
-from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.settings import Settings
+from grabstream.connections.opening import key_space, open_redis
 from grabstream.ops.verification.books import BooksComparison
 from grabstream.ops.verification.checkpoints import Against, Given
 from grabstream.ops.verification.checks import (
@@ -36,6 +35,7 @@ from grabstream.ops.verification.redis_keys import redis_check
 from grabstream.projections.cursors import load_all, stopped
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
+from grabstream.settings import Settings
 from grabstream.streams.history.archive_source import open_archive_of_journal
 from grabstream.streams.history.stores import Store
 from grabstream.streams.journal import open_reader

@@ -315,7 +315,7 @@ CREATE TABLE api_keys (
     CHECK ((previous_sha256 IS NULL) = (previous_until IS NULL))
 );
 
--- The seal keys of the system, with which every process compares its own (ops/connections/seal_keys.py). A
+-- The seal keys of the system, with which every process compares its own (connections/seal_keys.py). A
 -- fingerprint is a keyed hash of a fixed text: it identifies its key, and the key cannot be computed from it.
 -- `grabstream init` writes the rows.
 CREATE TABLE seal_keys (

@@ -19,7 +19,7 @@ async def record(
     connection: AsyncConnection[Any], schema: str, rows: Sequence[tuple[Any, ...]], rows_max: int,
     oldest_at: int
 ) -> None:  # fmt: skip
-    """Adds rows, with columns in the order of `Refusal` in `lua/gate/refusals.py`. Deletes all but the newest
+    """Adds rows, with columns in the order of `Refusal` in `gate/refusals.py`. Deletes all but the newest
     `rows_max` rows, and rows before `oldest_at` (ms since 1970 UTC).
     """
     async with connection.transaction():

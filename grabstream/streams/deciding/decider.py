@@ -27,8 +27,8 @@ from typing import Any, Final, NamedTuple
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import CallOrder
+from grabstream.gate.gate import Gate
+from grabstream.gate.queue import CallOrder
 from grabstream.lua.traces import traceparent_of, traces
 from grabstream.models.answers import Answer, encode_answer, without_codes
 from grabstream.models.bounds import RECORD_BYTES_MAX

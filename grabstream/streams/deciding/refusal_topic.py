@@ -1,5 +1,5 @@
 """Writes kept refusals to their topic, for programs that watch demand. A topic that cannot be written to is
-handled by the refusal log (`lua/gate/refusals.py`), which keeps or drops them; deciding never waits.
+handled by the refusal log (`gate/refusals.py`), which keeps or drops them; deciding never waits.
 """
 
 import asyncio
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from aiokafka import AIOKafkaProducer
 
-from grabstream.lua.gate.refusals import Refusal
+from grabstream.gate.refusals import Refusal
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.outcomes import OUTCOME_NAMES
 from grabstream.models.refused import Refused, encode_refused

@@ -16,9 +16,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from redis.exceptions import ResponseError
 
-from grabstream.lua.gate.calls import is_raised_by_script, now_ms, run_script
-from grabstream.lua.gate.encoding import CallOffers
+from grabstream.gate.calls import now_ms
+from grabstream.gate.encoding import CallOffers
 from grabstream.lua.keys import ShardKeys, ids_in
+from grabstream.lua.running import is_raised_by_script, run_script
 from grabstream.lua.server import time_ms_of
 from grabstream.models.bounds import shortened
 from grabstream.models.identifiers import NO_OFFER, is_id

@@ -23,8 +23,8 @@ from psycopg import AsyncConnection, sql
 from psycopg.errors import LockNotAvailable
 from redis.exceptions import ResponseError
 
-from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.running import run_script
 from grabstream.lua.server import raise_term
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import (

@@ -29,8 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace, ShardKeys
+from grabstream.lua.running import run_script
 from grabstream.runtime.ending import END_SECONDS_MAX, end
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble

@@ -8,8 +8,8 @@ from typing import Any, Final, Literal, NamedTuple, cast
 
 from redis.exceptions import ResponseError
 
-from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import ShardKeys
+from grabstream.lua.running import run_script
 from grabstream.lua.server import raise_term
 from grabstream.models.journal import SIGNED_OWNER, Cursor, is_signed_owner
 

@@ -18,11 +18,9 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 from redis.exceptions import ResponseError
 
-from grabstream.lua import restoring
-from grabstream.lua.gate.drawing import in_slices
-from grabstream.lua.gate.sealing import CannotOpen, Sealer
-from grabstream.lua.gate.staging import pieces
-from grabstream.lua.restoring import Applicable, PlainGrabs, in_columns, last_seq
+from grabstream.gate.drawing import in_slices
+from grabstream.gate.sealing import CannotOpen, Sealer
+from grabstream.gate.staging import pieces
 from grabstream.models.events import (
     OfferClosed,
     OfferLoaded,
@@ -33,7 +31,9 @@ from grabstream.models.identifiers import campaign_of, encoded_payment
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap
 from grabstream.models.runs import AnyLine, decode_line, decode_lines
 from grabstream.projections.checking.snapshots import KnownPayment, RetiredOffer
+from grabstream.streams.relaying import restoring
 from grabstream.streams.relaying.ownership import OwnedShard, Ownership
+from grabstream.streams.relaying.restoring import Applicable, PlainGrabs, in_columns, last_seq
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from grabstream.lua.gate.sealing import Sealer
+from grabstream.gate.sealing import Sealer
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.library import provide
 from grabstream.lua.traces import traces

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from psycopg import AsyncConnection
 
-from grabstream.lua.gate.sealing import Sealer
+from grabstream.gate.sealing import Sealer
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import bound_locks, connect, open_pool

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 from psycopg_pool import AsyncConnectionPool
 
-from grabstream.lua.gate.sealing import CannotOpen, Sealer
+from grabstream.gate.sealing import CannotOpen, Sealer
 from grabstream.models.bounds import shortened
 from grabstream.models.retry_after import retry_after_seconds
 from grabstream.projections.records import webhooks as records

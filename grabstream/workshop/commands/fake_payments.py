@@ -11,15 +11,15 @@ from typing import Final
 import click
 import uvloop
 
+from grabstream.connections.opening import payment_keys
+from grabstream.gate.encryption import DecryptionKey
+from grabstream.gate.signing import SigningKeys
 from grabstream.gateway.addresses import ConnectionsByAddress
 from grabstream.gateway.serving import bind, serve
-from grabstream.lua.gate.encryption import DecryptionKey
-from grabstream.lua.gate.signing import SigningKeys
-from grabstream.ops.connections.opening import payment_keys
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
 from grabstream.ops.console.stopping import EXIT_INTERRUPTED, stop_on_signals
-from grabstream.ops.settings import PAYMENTS_PORT, BadSettings, content_of, load_settings
+from grabstream.settings import PAYMENTS_PORT, BadSettings, content_of, load_settings
 from grabstream.workshop.rehearsal.payment_provider import open_provider
 
 log = logging.getLogger(__name__)

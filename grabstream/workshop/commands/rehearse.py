@@ -18,16 +18,16 @@ import uvloop
 from click.core import ParameterSource
 from pydantic import SecretStr
 
-from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.sealing import new_seal_key
+from grabstream.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.gate.calls import now_ms
+from grabstream.gate.gate import Gate
+from grabstream.gate.sealing import new_seal_key
 from grabstream.models.money import Invalid
 from grabstream.ops.commands.operate.verify import print_checks
-from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.ops.verification.verifying import verify
+from grabstream.settings import Settings, load_settings
 from grabstream.workshop.rehearsal.crowd import Envelope, attempts, envelopes
 from grabstream.workshop.rehearsal.display import Display
 from grabstream.workshop.rehearsal.over_http.crowd import crowd_of

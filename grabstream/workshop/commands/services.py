@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import click
 from psycopg.conninfo import conninfo_to_dict
 
-from grabstream.lua.gate.sealing import new_seal_key
+from grabstream.gate.sealing import new_seal_key
 from grabstream.ops.console.output import console, json_option, print_json
-from grabstream.ops.settings import GATEWAY_PORT, Settings, child_environment, is_cluster, load_settings
+from grabstream.settings import GATEWAY_PORT, Settings, child_environment, is_cluster, load_settings
 from grabstream.workshop.services import (
     ClusterPorts,
     ClusterServices,

@@ -6,9 +6,9 @@ from contextlib import aclosing
 from typing import Final, NamedTuple
 
 from grabstream.models.journal import named
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.checks import Problems, VerificationCheck
 from grabstream.projections.cursors import facts_without_transfers, single_facts
+from grabstream.settings import Settings
 from grabstream.streams.history.sources import JournalSource
 from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
 from grabstream.streams.projecting.publisher import CURSOR_HEADER

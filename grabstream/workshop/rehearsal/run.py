@@ -24,17 +24,17 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.partitioner import DefaultPartitioner
 from psycopg import AsyncConnection
 
-from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import key_space, open_redis
+from grabstream.gate.calls import now_ms
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer, decode_answer
 from grabstream.models.commands import AnyCommand, Close, Grab, Open, encode_command
 from grabstream.models.outcomes import OutcomeUnknown
-from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.settings import Settings
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.runtime.ending import first_to_end, running
+from grabstream.settings import Settings
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics

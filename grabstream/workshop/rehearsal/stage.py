@@ -16,12 +16,12 @@ from pathlib import Path
 
 from aiokafka.admin import AIOKafkaAdminClient
 
-from grabstream.ops.connections.opening import open_redis
+from grabstream.connections.opening import open_redis
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import Settings, child_environment
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.versions import drop_all
 from grabstream.runtime.trouble import is_trouble
+from grabstream.settings import Settings, child_environment
 from grabstream.streams import brokers
 from grabstream.streams.clients import in_words, started
 from grabstream.streams.topics import Topics, retention_ms

@@ -18,8 +18,9 @@ from typing import Any, Final
 
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.tickets import TicketKeys
+from grabstream.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.gate.gate import Gate
+from grabstream.gate.tickets import TicketKeys
 from grabstream.lua.server import let_callers_set_time
 from grabstream.models.answers import Answer
 from grabstream.models.commands import ITEMS_MAX, AnyCommand, Confirm, Grab, Load
@@ -28,13 +29,12 @@ from grabstream.models.identifiers import NO_OFFER
 from grabstream.models.journal import Cursor
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
 from grabstream.models.runs import decode_line, singles
-from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.console.output import console
 from grabstream.ops.console.progress import bar
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections.records.demand import record
+from grabstream.settings import Settings
 from grabstream.streams.deciding.sweeper import Sweeper, demand_row
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.topics import Topics

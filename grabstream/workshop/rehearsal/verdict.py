@@ -5,7 +5,7 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from grabstream.ops.console.output import counted
+from grabstream.models.bounds import counted
 from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.workshop.rehearsal.crowd import Envelope
 from grabstream.workshop.rehearsal.run import Doors

@@ -10,7 +10,7 @@ from grabstream.models.runs import AnyRun
 from grabstream.models.schema_documents import ANSWER, DIALECT, REFUSED, run_name, tag_of
 from grabstream.models.schema_ids import event_name, schema_id
 from grabstream.models.upcasting import FIRST_VERSION
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.topics import Topics, retention_ms
 
 ASYNCAPI_VERSION: Final = "3.0.0"

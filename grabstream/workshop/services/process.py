@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from grabstream.ops.settings import ServerFailed, child_environment
+from grabstream.settings import ServerFailed, child_environment
 
 STOP_SECONDS = 20.0
 #: A broker needs more than a minute on a machine with a load of 20 a core; one that has ended is noticed at

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from grabstream.connections.opening import checked_books
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.callers import SCOPES
 from grabstream.gateway.openapi import document
 from grabstream.gateway.operations import OPERATIONS
-from grabstream.ops.connections.opening import checked_books
 from grabstream.projections.records import api_keys
 from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from grabstream.connections.opening import checked_books
 from grabstream.gateway.operations import OPERATIONS
-from grabstream.ops.connections.opening import checked_books
 from grabstream.projections.records import webhooks
 from grabstream.workshop.services.servers import PROJECT
 from tests.gateway.conftest import Door, Guarded

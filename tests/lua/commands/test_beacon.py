@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.beacon import CHAINS, beacon_of, mixed, round_of
 from grabstream.models.commands import Amend, Close, Open, check
@@ -21,9 +21,9 @@ from grabstream.models.money import Invalid
 from grabstream.models.offers import Changes, EnvelopeTerms, check_changes
 from grabstream.models.splitting import next_part
 from tests.conftest import until
-from tests.lua.conftest import NOW, SEALER, event_lines, grabs, opening, take_over
 from tests.lua.histories.recovered import contents, fold
 from tests.lua.histories.scene import Scene
+from tests.support.shards import NOW, SEALER, event_lines, grabs, opening, take_over
 
 QUICKNET = next(iter(CHAINS))
 #: Round 1000 of quicknet.

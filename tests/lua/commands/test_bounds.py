@@ -8,7 +8,7 @@ from typing import Any
 from grabstream.models.commands import Close, Grab, Load, Open, Release
 from grabstream.models.offers import CouponTerms, Limit, StockTerms
 from grabstream.streams.deciding.sweeper import Sweeper
-from tests.lua.conftest import NOW, event_lines
+from tests.support.shards import NOW, event_lines
 
 
 async def test_lists_are_loaded_in_the_largest_chunks(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.sealing import NAME_LENGTH, Sealer
+from grabstream.gate.gate import Gate
+from grabstream.gate.sealing import NAME_LENGTH, Sealer
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
@@ -23,8 +23,8 @@ from grabstream.models.commands import (
     Return,
     Unredeem,
 )
-from tests.lua.conftest import NOW, SEALER, take_over
 from tests.lua.histories.scene import HOUR, Scene, coupon
+from tests.support.shards import NOW, SEALER, take_over
 
 OLD, NEW = {"old": bytes(range(32))}, {"new": bytes(range(1, 33))}
 

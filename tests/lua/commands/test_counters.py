@@ -10,8 +10,8 @@ import pytest
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Amend, Grab, Open, Release, Return
 from grabstream.models.offers import Changes, Limit, Terms
-from tests.lua.conftest import NOW
 from tests.lua.histories.scene import DAY, Scene, by_user, coupon, left_by_limit, stock
+from tests.support.shards import NOW
 
 #: A grab with attributes is decided alone, one without them with others.
 ATTRIBUTES: tuple[dict[str, str], ...] = ({}, {"card": "7"})

@@ -16,9 +16,9 @@ from grabstream.models.offers import CouponTerms, StockTerms
 from grabstream.models.runs import decode_line, is_run
 from grabstream.streams.relaying.blocks import ENTRY_BYTES_MAX, blocks_of
 from grabstream.streams.relaying.ownership import OutboxLine, OwnedShard
-from tests.lua.conftest import NOW, grabs, opening
 from tests.lua.costs.longest_texts import ATTRIBUTES, codes, loads
 from tests.support.plain_scripts import use_plain_scripts
+from tests.support.shards import NOW, grabs, opening
 
 ENTRY_LINES = 3
 #: Of the columns of a run, and of what separates them (lua/includes/runs.lua).

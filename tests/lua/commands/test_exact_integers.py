@@ -38,10 +38,10 @@ from grabstream.models.offers import (
     Limit,
     StockTerms,
 )
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import examples
-from tests.lua.conftest import NOW
 from tests.lua.histories.scene import Scene
+from tests.support.shards import NOW
 
 #: Bounds, their neighbours, and numbers whose products are next to a bound.
 NUMBERS = (1, 2, 15, 3_162_277, 3_162_278, 10**9, 10**12, AMOUNT_MAX // 2 + 1, AMOUNT_MAX - 1, AMOUNT_MAX)

@@ -64,12 +64,12 @@ from grabstream.models.offers import (
     StockTerms,
 )
 from grabstream.models.rules import settling
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.relaying.blocks import BLOCK_BYTES_MAX, blocks_of
 from tests.conftest import examples
-from tests.lua.conftest import NOW
 from tests.lua.histories.scene import HOUR, Scene, coupon, stock
 from tests.support.plain_scripts import use_plain_scripts
+from tests.support.shards import NOW
 
 #: Number of partial payments of one grab: the event of its return has them all.
 PAYMENTS = 100

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from grabstream.models.bounds import EVENT_LINE_BYTES_MAX
 from grabstream.models.commands import Close, Grab, Release
 from grabstream.models.offers import EnvelopeTerms
-from tests.lua.conftest import outbox_lines
 from tests.lua.costs.longest_texts import METADATA as LONGEST
 from tests.lua.histories.scene import HOUR, Scene, coupon, stock
+from tests.support.shards import outbox_lines
 
 FORM = {"form_id": "f-1", "app:id": 'a "b" \\ 你好 🧧'}
 OTHER = {"form_id": "f-2"}

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from grabstream.lua.gate.authority import Authority
-from grabstream.lua.gate.calls import GateLimits
+from grabstream.gate.authority import Authority
+from grabstream.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Close, Confirm, Extend, Grab, Pause, Release, Return
@@ -25,14 +25,14 @@ from grabstream.models.events import GrabConfirmed, PaymentRefundDue, decode_eve
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.models.payments import command_of, decode_receipt
 from grabstream.models.transfers import transfers_of
-from grabstream.ops.settings import Settings
 from grabstream.projections.checking.snapshots import RetiredOffer, _known_payment
+from grabstream.settings import Settings
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Recovery
 from tests.conftest import examples
-from tests.lua.conftest import SEALER
 from tests.lua.histories.scene import DAY, HOUR, Scene, coupon, stock
 from tests.support.receipts import AUDIENCE, KEYS, signed
+from tests.support.shards import SEALER
 
 ISSUER, REFUND = "issuer:shop", "refund:p"
 PRICE = 7

@@ -8,7 +8,7 @@ from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Close, Grab, Open, Pause, Resume
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.rules import ShardState, decide
-from tests.lua.conftest import NOW
+from tests.support.shards import NOW
 
 SEED = "5eed" * 16
 OPENS, CLOSES = NOW + 1_000, NOW + 10_000

@@ -17,7 +17,7 @@ from grabstream.models.commands import Adjust, AnyCommand, Close, Confirm, Grab,
 from grabstream.models.entries import Entry
 from grabstream.models.identifiers import PAYMENT_BYTES_MAX, encoded_payment, is_payment_id
 from grabstream.models.money import Invalid
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import examples
 from tests.lua.histories.scene import HOUR, Scene, stock
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from redis.crc import key_slot
 
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.gate import Gate
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
     Amend,
@@ -29,7 +29,6 @@ from grabstream.models.commands import (
     Unredeem,
 )
 from grabstream.models.offers import Changes, EnvelopeTerms, Limit
-from tests.lua.conftest import NOW, SEALER
 from tests.lua.histories.scene import (
     BERLIN,
     DAY,
@@ -44,6 +43,7 @@ from tests.lua.histories.scene import (
     stock,
 )
 from tests.support.plain_scripts import use_plain_scripts
+from tests.support.shards import NOW, SEALER
 
 # -- total, per user, per user and day -----------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ async def test_gates_with_different_time_zone_data_agree_on_campaign_limits(
     scene.now = at("2027-01-18T12:00+01:00")
     both = by_user("day", 1), by_user("day", 1, scope="campaign")
     await scene.open(coupon(10, *both, timezone=BERLIN), "w:1")
-    for module in ("grabstream.lua.gate.encoding", "grabstream.models.rules.operating"):
+    for module in ("grabstream.gate.encoding", "grabstream.models.rules.operating"):
         monkeypatch.setattr(f"{module}.offsets_of", lambda zone, at_ms: ((at_ms - at_ms % DAY, HOUR),))
     await scene.open(coupon(10, *both, timezone=BERLIN), "w:2")
     opened = await scene.events("offer.opened")

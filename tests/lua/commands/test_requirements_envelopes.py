@@ -22,8 +22,9 @@ import redis
 import redis.asyncio
 from redis.crc import key_slot
 
-from grabstream.lua.gate.calls import GateLimits, now_ms
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import open_gate
+from grabstream.gate.calls import GateLimits, now_ms
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Grab, Open, Pause
@@ -32,18 +33,17 @@ from grabstream.models.offers import RETIRE_AFTER_MS, Changes, CouponTerms, Draw
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.splitting import LAWS
 from grabstream.models.transfers import Transfer, transfers_of
-from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import some_by_tier, until
-from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.books import check_books
 from tests.lua.histories.scene import DAY, HOUR, Scene, coupon
 from tests.lua.histories.twins import packed
 from tests.models.recompute import recompute
 from tests.support.kcat import consume
 from tests.support.runs import as_singles
+from tests.support.shards import NOW, SEALER, event_lines, take_over
 
 SEED = "5eed" * 16
 DRAWS: tuple[Draw, ...] = get_args(Draw)

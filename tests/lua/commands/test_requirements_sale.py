@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.tickets import sign
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
+from grabstream.gate.tickets import sign
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
@@ -30,7 +30,6 @@ from grabstream.models.commands import (
 from grabstream.models.offers import EnvelopeTerms, Hours, Limit
 from grabstream.models.rules import settling
 from grabstream.streams.deciding.sweeper import Sweeper
-from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.books import check_books
 from tests.lua.histories.scene import (
     BERLIN,
@@ -46,6 +45,7 @@ from tests.lua.histories.scene import (
     stock,
 )
 from tests.lua.histories.strategies import TICKET_SECRET, ticket_for
+from tests.support.shards import NOW, SEALER, event_lines, take_over
 
 PRICED: dict[str, Any] = {"price": 250, "currency": "CNY", "hold_ms": MINUTE, "max_per_grab": 10}
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from grabstream.lua import loader
-from grabstream.lua.gate import calls, encoding
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import AT_ONCE_MAX, Gate
+from grabstream.gate import encoding
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import AT_ONCE_MAX, Gate
+from grabstream.lua import loader, running
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
@@ -33,8 +33,8 @@ from grabstream.models.commands import (
 from grabstream.models.money import Invalid
 from grabstream.models.offers import Changes, Terms
 from tests.lua.commands.test_runs_of_grabs import everything
-from tests.lua.conftest import NOW, SEALER, take_over
 from tests.lua.histories.scene import BERLIN, HOUR, by_user, coupon, stock
+from tests.support.shards import NOW, SEALER, take_over
 
 HOLD = 60_000
 OFFERS: dict[str, Terms] = {
@@ -186,7 +186,7 @@ async def test_confirmations_leave_together_what_they_leave_one_by_one(
         answers: list[Answer] = []
         with monkeypatch.context() as patch:
             if not is_run:
-                patch.setattr(calls, "is_plain", lambda redis, state: True)
+                patch.setattr(running, "is_plain", lambda redis, state: True)
                 patch.setattr(loader, "load", lambda of: one_by_one if of == "confirm" else load(of))
             for passes_ms, commands in history(terms):
                 now[0] += passes_ms

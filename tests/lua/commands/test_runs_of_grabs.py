@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from grabstream.lua.gate import encoding
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate import encoding
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
@@ -30,8 +30,8 @@ from grabstream.models.commands import (
 from grabstream.models.identifiers import ID_LENGTH_MAX
 from grabstream.models.money import AMOUNT_MAX, Invalid
 from grabstream.models.offers import Changes, EnvelopeTerms, Limit, Terms
-from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.scene import BERLIN, DAY, by_user, coupon, stock
+from tests.support.shards import NOW, SEALER, event_lines, take_over
 
 SEED = "5e" * 16
 

@@ -10,8 +10,8 @@ import pytest
 from grabstream.models.commands import Close, Confirm, Grab, Pause, Release, Resume, Return
 from grabstream.models.offers import TIME_MS_MAX, Hours
 from grabstream.models.rules.operating import fall_due
-from tests.lua.conftest import NOW
 from tests.lua.histories.scene import BERLIN, DAY, HOUR, MINUTE, Scene, at, stock
+from tests.support.shards import NOW
 
 #: NOW is a Friday, 08:00 UTC: these hours end an hour later, and start again on Saturday at seven.
 MORNING = (Hours(from_="07:00", until="09:00"),)

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
+from grabstream.gate import calls as gate_calls
 from grabstream.lua import loader
-from grabstream.lua.gate import calls as gate_calls
 from grabstream.lua.loader import Script
 from grabstream.streams.deciding import sweeper
 from grabstream.streams.relaying import ownership

@@ -14,21 +14,21 @@ from typing import Any, Final, NamedTuple
 import pytest
 import redis.asyncio
 
+from grabstream.connections.opening import cancellable
+from grabstream.gate import calls as gate_calls
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
 from grabstream.lua import loader
-from grabstream.lua.gate import calls as gate_calls
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.loader import Script
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections.opening import cancellable
 from grabstream.streams.deciding import sweeper
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.relaying import ownership
-from tests.lua.conftest import NOW, SEALER, take_over
 from tests.support.plain_scripts import use_plain_scripts
+from tests.support.shards import NOW, SEALER, take_over
 
 #: The greatest cost of a call, in µs of the Redis thread (lua/includes/cost.lua), and of the command that may
 #: exceed it at the end of the call.

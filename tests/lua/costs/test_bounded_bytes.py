@@ -13,20 +13,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.lua.gate import calls
-from grabstream.lua.gate.sizes import CALL_BYTES_MAX, size_of_all
+from grabstream.gate import calls
+from grabstream.gate.sizes import CALL_BYTES_MAX, size_of_all
 from grabstream.lua.loader import Script, assemble, script_names
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
 from grabstream.models.commands import Adjust, AnyCommand, Close, Confirm, Grab, Load, Open, Release, Return
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import CouponTerms, Limit, StockTerms, Terms
 from grabstream.streams.relaying.ownership import OwnedShard
-from tests.lua.conftest import SEALER, event_lines
 from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, METADATA, codes, loads
 from tests.lua.costs.measured_shard import CALL_COST_MAX, COMMAND_COST_MAX, Call, MeasuredShard, changed
 from tests.lua.histories.recovered import fold
 from tests.lua.histories.scene import Scene
 from tests.support.plain_scripts import use_plain_scripts
+from tests.support.shards import SEALER, event_lines
 
 
 def coupons(total: int, **more: Any) -> Terms:

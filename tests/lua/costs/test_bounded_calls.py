@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from grabstream.connections.opening import cancellable
 from grabstream.lua.loader import script_names
 from grabstream.models.bounds import BASKET_GRABS_MAX
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Load, Open, Release
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms
 from grabstream.models.rules.operating import fall_due
 from grabstream.models.rules.settling import lapse
-from grabstream.ops.connections.opening import cancellable
 from grabstream.ops.diagnosis.slow_scripts import script_calls, slow_scripts
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.deciding.sweeper import HOLDS_AT_ONCE_MAX, OFFERS_AT_ONCE_MAX, Sweeper
-from tests.lua.conftest import SEALER, event_lines
 from tests.lua.costs.measured_shard import (
     CALL_COST_MAX,
     COMMAND_COST_MAX,
@@ -38,6 +37,7 @@ from tests.lua.histories.hostile_history import Sweep
 from tests.lua.histories.hostile_twins import HostileTwins, play
 from tests.lua.histories.promises import check_promises
 from tests.lua.histories.recovered import contents, differences, fold
+from tests.support.shards import SEALER, event_lines
 
 HOLD_MS = 60_000
 

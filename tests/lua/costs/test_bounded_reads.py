@@ -28,12 +28,12 @@ from grabstream.models.commands import (
 )
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from tests.conftest import examples
-from tests.lua.conftest import SEALER, event_lines
 from tests.lua.costs import bytes_read
 from tests.lua.costs.bytes_read import ReadBytes, counting_bytes
 from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, METADATA, codes, loads
 from tests.lua.costs.measured_shard import MeasuredShard
 from tests.lua.histories.recovered import fold
+from tests.support.shards import SEALER, event_lines
 
 #: Records that are read together with others are not longer than what is read ahead of confirmations.
 SHARED_BYTES_MAX: Final = 32_768

@@ -29,10 +29,10 @@ from grabstream.models.commands import (
     Unredeem,
 )  # fmt: skip
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
-from tests.lua.conftest import SEALER, event_lines
 from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, LONG, codes, loads
 from tests.lua.costs.measured_shard import Call, MeasuredShard, changed
 from tests.lua.histories.recovered import fold
+from tests.support.shards import SEALER, event_lines
 
 pytestmark = pytest.mark.long
 

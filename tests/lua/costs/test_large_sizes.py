@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.queue import QueueEntry
+from grabstream.gate.queue import QueueEntry
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open
 from grabstream.models.offers import Changes, EnvelopeTerms, StockTerms
-from tests.lua.conftest import event_lines
 from tests.lua.costs.measured_shard import SLOWER, MeasuredShard, longest
+from tests.support.shards import event_lines
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3_600)]
 

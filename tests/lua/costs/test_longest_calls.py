@@ -32,9 +32,9 @@ from grabstream.models.identifiers import PAYMENT_BYTES_MAX
 from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Recovery
-from tests.lua.conftest import NOW, SEALER, event_lines
 from tests.lua.costs.measured_shard import SLOWER, MeasuredShard
 from tests.lua.histories.recovered import fold
+from tests.support.shards import NOW, SEALER, event_lines
 
 HOUR = 3_600_000
 Act = Callable[[], Awaitable[None]]

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from grabstream.lua.gate.calls import GateLimits
+from grabstream.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand
@@ -13,11 +13,11 @@ from grabstream.models.rules import sweep
 from grabstream.models.rules.operating import fall_due
 from grabstream.models.rules.settling import lapse
 from grabstream.streams.deciding.sweeper import Sweeper
-from tests.lua.conftest import NOW
 from tests.lua.histories.books import check_books
 from tests.lua.histories.hostile_history import HostileHistory, Sweep, TimePasses
 from tests.lua.histories.promises import check_promises
 from tests.lua.histories.twins import SHARDS, Twins
+from tests.support.shards import NOW
 
 #: Steps between two comparisons of everything in Redis with the rules, and with a recovery from the events.
 CHECK_STEPS, RECOVERY_STEPS = 20, 60

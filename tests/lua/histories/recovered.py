@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from grabstream.lua.gate.calls import run_script
-from grabstream.lua.gate.sealing import Sealer
+from grabstream.gate.sealing import Sealer
 from grabstream.lua.keys import STAGED, ShardKeys
 from grabstream.lua.records import offer_of_answer, unpacked
+from grabstream.lua.running import run_script
 from grabstream.lua.server import let_callers_set_time
 from grabstream.models.calendar import opens_next
 from grabstream.models.journal import GENESIS, Accepted, Cursor, chain

@@ -6,14 +6,14 @@ import json
 from datetime import datetime
 from typing import Any
 
-from grabstream.lua.gate.calls import GateLimits
+from grabstream.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Amend, Grab, Open
 from grabstream.models.events import decode_event
 from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms, Terms
-from tests.lua.conftest import event_lines
 from tests.lua.histories.twins import Twins
+from tests.support.shards import event_lines
 
 MINUTE, HOUR = 60_000, 3_600_000
 DAY, WEEK = 24 * HOUR, 7 * 24 * HOUR

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from grabstream.lua.gate.tickets import TicketKeys, sign
+from grabstream.gate.tickets import TicketKeys, sign
 from grabstream.models.commands import (
     Adjust,
     Amend,
@@ -25,7 +25,7 @@ from grabstream.models.commands import (
 from grabstream.models.entries import Entry
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
-from tests.lua.conftest import NOW
+from tests.support.shards import NOW
 
 OFFERS = ("c:a", "c:b", "d", "e", "f")
 PIECES = ("p:a", "p:b", "p:c", "q", "r")

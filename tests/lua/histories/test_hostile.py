@@ -21,17 +21,17 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from grabstream.lua.gate.calls import GateLimits
+from grabstream.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Amend, Changes, Grab, Open, Release
 from grabstream.models.offers import CouponTerms
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import NIGHTLY, examples
-from tests.lua.conftest import NOW
 from tests.lua.histories.hostile_history import Sweep
 from tests.lua.histories.hostile_twins import HostileTwins, play
 from tests.lua.histories.tables import check_tables
 from tests.lua.histories.twins import SHARDS
+from tests.support.shards import NOW
 
 STEPS, HISTORIES, EXAMPLES = (2_000, 40, 300) if NIGHTLY else (300, 4, examples(12))
 #: Steps of the short histories, which Hypothesis can shrink if one fails.

@@ -11,17 +11,17 @@ from typing import Any, get_args
 import pytest
 import redis.asyncio
 
-from grabstream.lua.gate.calls import GateLimits
+from grabstream.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.commands import AnyCommand
 from grabstream.models.events import CURRENT_VERSIONS
 from grabstream.models.schema_documents import tag_of
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.contract import check_answered, check_events
-from tests.lua.conftest import NOW
 from tests.lua.histories.shop import Shop
 from tests.lua.histories.twins import SHARDS, Twins
+from tests.support.shards import NOW
 
 pytestmark = pytest.mark.long
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.lua.conftest import NOW
 from tests.lua.histories.promises import PAYMENTS_KNOWN_MS, check_promises
+from tests.support.shards import NOW
 
 LIMITS = [{"by": "user", "per": "day", "max": 1, "scope": "campaign"}]
 

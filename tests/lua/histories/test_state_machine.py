@@ -25,10 +25,10 @@ from hypothesis.stateful import (
 )
 from redis.asyncio.cluster import RedisCluster
 
-from grabstream.lua.gate.calls import GateLimits
+from grabstream.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import examples
 from tests.lua.histories.strategies import (
     HOUR,

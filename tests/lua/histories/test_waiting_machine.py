@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from grabstream.lua.gate.calls import GateLimits
+from grabstream.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.calendar import opens_next
 from grabstream.models.commands import (
@@ -37,13 +37,13 @@ from grabstream.models.commands import (
 )
 from grabstream.models.offers import Changes, Hours, StockTerms
 from grabstream.models.rules import Offer
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import examples
-from tests.lua.conftest import NOW
 from tests.lua.histories.hostile_history import Sweep
 from tests.lua.histories.hostile_twins import HostileTwins
 from tests.lua.histories.strategies import ALWAYS_BUT_NOON, HOUR, MORNINGS, ZONES
 from tests.lua.histories.twins import SHARDS
+from tests.support.shards import NOW
 
 NAMES = ("w:a", "w:b", "x")
 #: Of one minute, three hours apart, so that the sweeper may miss some.

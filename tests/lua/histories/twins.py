@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.records import GRAB_FIELDS
 from grabstream.models.answers import Answer
@@ -34,12 +34,12 @@ from grabstream.models.money import AMOUNT_MAX
 from grabstream.models.rules import Offer, ShardState, decide, decide_basket, sweep
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.contract import check_answered, check_events
-from tests.lua.conftest import NOW, SEALER, event_lines, outbox_lines, take_over
 from tests.lua.histories.books import check_books
 from tests.lua.histories.promises import Servings, check_promises
 from tests.lua.histories.recovered import contents, differences, fold
 from tests.lua.histories.strategies import TICKETS
 from tests.support.runs import as_runs
+from tests.support.shards import NOW, SEALER, event_lines, outbox_lines, take_over
 
 SHARDS = 2
 #: Number of events and answers, at the end of every history, that are checked against their schemas.

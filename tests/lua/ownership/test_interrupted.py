@@ -17,29 +17,30 @@ import pytest
 import redis
 import redis.asyncio
 
-from grabstream.lua.gate import encoding
-from grabstream.lua.gate.batches import batch_of
-from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
-from grabstream.lua.gate.drawing import in_slices
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import cancellable
+from grabstream.gate import encoding
+from grabstream.gate.batches import batch_of
+from grabstream.gate.calls import GateLimits, now_ms
+from grabstream.gate.drawing import in_slices
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.loader import assemble, load, script_names, script_path
+from grabstream.lua.running import run_script
 from grabstream.models.commands import AnyCommand, Close, Grab, Load, Open
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import PAYMENTS_KEPT_MS, CouponTerms, EnvelopeTerms
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
-from grabstream.ops.connections.opening import cancellable
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.relaying.leases import pass_lease, request_lease
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.shares import Worker
 from tests.conftest import NIGHTLY
-from tests.lua.conftest import NOW, SEALER, event_lines, grabs, opening, take_over
 from tests.lua.histories.recovered import fold
 from tests.lua.histories.shop import Shop
 from tests.lua.histories.strategies import TICKETS, ticket_for
 from tests.lua.histories.twins import SHARDS, Twins
 from tests.lua.interrupting_client import READS_LATER, WRITES, InterruptingClient
+from tests.support.shards import NOW, SEALER, event_lines, grabs, opening, take_over
 
 STEPS, TORN_STEPS = (1_200, 1_200) if NIGHTLY else (400, 400)
 GENERATION_STEPS = 120

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import redis
 
-from grabstream.lua import restoring
-from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.calls import GateLimits, now_ms
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.lua.loader import BadScript, assemble
+from grabstream.lua.running import run_script
 from grabstream.lua.server import let_callers_set_time
 from grabstream.models.commands import Close, Grab, Open, Pause, Resume
 from grabstream.models.events import decode_event
@@ -21,10 +21,11 @@ from grabstream.models.journal import Cursor
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.splitting import at_once
 from grabstream.streams.deciding.sweeper import Sweeper
+from grabstream.streams.relaying import restoring
 from grabstream.streams.relaying.leases import request_lease
 from grabstream.streams.relaying.ownership import Outbox, OwnedShard, Ownership
 from grabstream.streams.relaying.shares import Worker
-from tests.lua.conftest import SEALER, event_lines, grabs, opening, take_over
+from tests.support.shards import SEALER, event_lines, grabs, opening, take_over
 
 HEADER = "#!lua\n-- Purpose. Command: x\n-- KEYS[1] a\n-- Returns 1\n"
 
@@ -327,7 +328,7 @@ async def test_a_call_with_too_large_a_clock_difference_is_fenced(
     )[0].positive
     # A server clock one hour ahead looks to the caller like a caller's clock one hour late; the test changes
     # that.
-    monkeypatch.setattr("grabstream.lua.gate.calls.now_ms", lambda: time.time_ns() // 1_000_000 - 3_600_000)
+    monkeypatch.setattr("grabstream.gate.calls.now_ms", lambda: time.time_ns() // 1_000_000 - 3_600_000)
     [answer] = await gate.decide(grabs(1), "decided")
     assert answer.outcome == "fenced"
     assert "clock" in (answer.message or "")

@@ -13,7 +13,7 @@ from grabstream.models.outcomes import Outcome
 from grabstream.streams.deciding import sweeper as sweeper_module
 from grabstream.streams.deciding.payments import HoldQueries
 from grabstream.streams.deciding.sweeper import Sweeper
-from tests.lua.conftest import NOW, take_over
+from tests.support.shards import NOW, take_over
 
 HOLD_MS = 60_000
 

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import cancellable
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.server import time_ms_of
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open
 from grabstream.models.offers import Changes, EnvelopeTerms, StockTerms, Terms
-from grabstream.ops.connections.opening import cancellable
 from grabstream.streams.deciding.sweeper import SWEEP_EVERY_SECONDS, Sweeper
-from tests.lua.conftest import SEALER, event_lines, take_over
+from tests.support.shards import SEALER, event_lines, take_over
 
 pytestmark = pytest.mark.long
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate import encoding
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate import encoding
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.calendar import DAY_MS, MINUTE_MS
 from grabstream.models.commands import AnyCommand, Grab, Open, Release
@@ -18,7 +18,7 @@ from grabstream.models.events import GrabHeld, decode_event
 from grabstream.models.offers import Hours, StockTerms
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import until
-from tests.lua.conftest import SEALER, event_lines, take_over
+from tests.support.shards import SEALER, event_lines, take_over
 
 #: The offer opens again this long after the start of the test.
 AHEAD_MS = 500

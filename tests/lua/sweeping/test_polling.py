@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import cancellable
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.library import load
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
-from grabstream.ops.connections.opening import cancellable
 from grabstream.streams.deciding import sweeper as sweeper_module
 from grabstream.streams.deciding.sweeper import (
     POLL_SECONDS_MAX,
@@ -21,7 +21,7 @@ from grabstream.streams.deciding.sweeper import (
     SweepSchedule,
 )
 from tests.conftest import until
-from tests.lua.conftest import SEALER, take_over
+from tests.support.shards import SEALER, take_over
 
 
 class CountingClient(redis.asyncio.Redis):

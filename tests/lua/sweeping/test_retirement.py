@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.loader import SCRIPTS
 from grabstream.models.answers import Answer
@@ -40,8 +40,8 @@ from grabstream.models.offers import (
     EnvelopeTerms,
 )
 from grabstream.streams.deciding.sweeper import Sweeper
-from tests.lua.conftest import NOW, SEALER, grabs, opening
 from tests.lua.histories.scene import DAY, MINUTE, Scene, by_user, coupon, stock
+from tests.support.shards import NOW, SEALER, grabs, opening
 
 PRICED: dict[str, Any] = {
     "price": 250,

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.sealing import Sealer, new_seal_key
+from grabstream.connections.opening import open_redis
+from grabstream.gate.gate import Gate
+from grabstream.gate.sealing import Sealer, new_seal_key
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.server import let_callers_set_time
 from grabstream.models.answers import Answer
 from grabstream.models.commands import decode_command
-from grabstream.ops.connections.opening import open_redis
-from grabstream.ops.settings import load_settings
+from grabstream.settings import load_settings
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.relaying.ownership import OwnedShard
 

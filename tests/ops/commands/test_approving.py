@@ -8,7 +8,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.support.command_line import env_of, grabstream
 from tests.support.receipts import as_text
 

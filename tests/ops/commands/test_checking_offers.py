@@ -10,7 +10,7 @@ import pytest
 from psycopg import AsyncConnection
 
 from grabstream.models.offers import CouponTerms
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import rows

@@ -18,13 +18,13 @@ from psycopg import AsyncConnection
 from rich.console import Console
 from rich.progress import Task, TaskID
 
+from grabstream.models.bounds import counted
 from grabstream.models.commands import Open, Undecodable, decode_commands
 from grabstream.ops import cli
 from grabstream.ops.cli import VERBS
 from grabstream.ops.commands.read import status
-from grabstream.ops.console.output import counted
 from grabstream.ops.console.progress import bar
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import Redis
 from tests.conftest import until

@@ -13,13 +13,13 @@ import pytest
 from pydantic import SecretStr
 
 from grabstream.client.over_kafka import KafkaClient
+from grabstream.connections.opening import open_gate
 from grabstream.models import vocabulary
 from grabstream.models.commands import Grab, Open, Release
 from grabstream.models.offers import StockTerms
 from grabstream.models.pseudonyms import user_of
-from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.history import read_lines
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.journal_keys import JournalKeys, new_key_pair, use_keys
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream

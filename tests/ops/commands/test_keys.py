@@ -11,8 +11,8 @@ import pytest
 from click import BadParameter
 
 from grabstream.ops.commands.operate.keys import create
-from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
+from grabstream.settings import Settings
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import rows
 
@@ -111,7 +111,7 @@ def test_wrong_words_are_named(settings: Settings, words: tuple[str, ...], reaso
 
 
 async def test_keys_are_bounded(system: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    from grabstream.ops.connections.opening import checked_books
+    from grabstream.connections.opening import checked_books
 
     monkeypatch.setattr(api_keys, "API_KEYS_MAX", 2)
     async with checked_books(system) as connection:

@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from grabstream.lua.gate.sealing import new_seal_key
+from grabstream.connections.opening import key_space, open_redis
+from grabstream.gate.sealing import new_seal_key
 from grabstream.lua.keys import OFFER_KEYS
 from grabstream.models.offers import Changes, Limit
 from grabstream.ops import cli
-from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.formats.offer_files import BadOfferFile, read_changes
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from tests.conftest import wait_until
 from tests.support.command_line import env_of, grabstream
 

@@ -8,7 +8,7 @@ import pytest
 from psycopg import AsyncConnection
 
 from grabstream.models.offers import TIME_MS_MAX
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import rows
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until
 from tests.support.command_line import env_of

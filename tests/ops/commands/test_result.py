@@ -15,7 +15,7 @@ import pytest
 from psycopg import AsyncConnection
 
 from grabstream.ops.commands.read.result import _cells, _csv_cell
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from tests.projections.test_reports import fill
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import rows

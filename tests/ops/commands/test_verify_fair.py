@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
+from grabstream.connections.opening import open_gate
 from grabstream.models.commands import AnyCommand, Close, Grab, Open
 from grabstream.models.events import AnyEvent, GrabGranted, OfferClosed, OfferOpened
 from grabstream.models.fairness import (
@@ -21,9 +22,8 @@ from grabstream.models.fairness import (
     verify_fairness,
 )
 from grabstream.models.offers import CouponTerms, EnvelopeTerms
-from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.history import read_events
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 

@@ -17,8 +17,9 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from psycopg.conninfo import make_conninfo
 from pydantic import SecretStr
 
+from grabstream.connections.opening import key_space, open_gate, open_redis
+from grabstream.gate.calls import now_ms
 from grabstream.lua import loader
-from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.keys import LAYOUT, SHARD_FIELDS
 from grabstream.lua.library import MISSING
 from grabstream.models.bounds import quoted
@@ -26,7 +27,6 @@ from grabstream.models.commands import Grab, Open
 from grabstream.models.journal import Cursor, parse_block
 from grabstream.models.offers import StockTerms
 from grabstream.ops.commands.read.status import read as read_status
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.diagnosis import books, core, machine, topics
 from grabstream.ops.diagnosis.books import BookReadings, LostDecisions
 from grabstream.ops.diagnosis.core import CoreReadings, ShardReadings
@@ -41,9 +41,9 @@ from grabstream.ops.diagnosis.examination import (
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, spans
 from grabstream.ops.diagnosis.topics import Partition, TopicReadings
 from grabstream.ops.grants import postgres_statements
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.checking import verified
 from grabstream.projections.database.sessions import connect
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.clients import started
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, delete_command, retention_ms

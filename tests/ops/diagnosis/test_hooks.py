@@ -7,8 +7,8 @@ import pytest
 
 from grabstream.ops.diagnosis.hooks import HookReading, not_delivered, read_hooks
 from grabstream.ops.diagnosis.topics import LATE_MS
-from grabstream.ops.settings import Settings
 from grabstream.projections.records import webhooks as records
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.run import open_books
 from tests.support.projecting import open_tables
 

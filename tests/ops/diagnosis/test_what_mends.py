@@ -7,8 +7,8 @@ from pydantic import SecretStr
 
 from grabstream.ops.diagnosis import books, seal_keys
 from grabstream.ops.diagnosis.seal_keys import SealKeyReadings
-from grabstream.ops.settings import Settings
 from grabstream.projections.records.seal_keys import SealKey, Uses
+from grabstream.settings import Settings
 
 
 @pytest.mark.parametrize(

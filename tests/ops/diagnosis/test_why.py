@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import open_gate
+from grabstream.gate.calls import now_ms
+from grabstream.gate.gate import Gate
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Close, Confirm, Grab, Open
 from grabstream.models.events import GrabReturned
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
 from grabstream.ops.commands.read.why import as_json_of, gather
-from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.diagnosis.story import _details, tell
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream

@@ -11,11 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.lua.gate.calls import now_ms
-from grabstream.ops.commands.read.status import read
-from grabstream.ops.connections import worker_reports
-from grabstream.ops.connections.opening import key_space
-from grabstream.ops.connections.worker_reports import (
+from grabstream.connections import worker_reports
+from grabstream.connections.opening import key_space
+from grabstream.connections.worker_reports import (
     OLD_MS,
     REPORT_MS_MAX,
     ReportedTrouble,
@@ -24,8 +22,10 @@ from grabstream.ops.connections.worker_reports import (
     read_reports,
     report_of,
 )
+from grabstream.gate.calls import now_ms
+from grabstream.ops.commands.read.status import read
 from grabstream.ops.diagnosis.examination import examine
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams import clients
 from tests.conftest import Worker, until
 from tests.support.diagnosis import findings_of

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from grabstream.models.pseudonyms import user_of
 from grabstream.ops.cli import grabstream
 from grabstream.ops.formats.named_users import user_named
-from grabstream.ops.settings import BadSettings, load_settings
+from grabstream.settings import BadSettings, load_settings
 
 KEY = "0f" * 32
 NAME = "auth0|5f7c8ec7"

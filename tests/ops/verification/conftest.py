@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.connections.opening import open_redis
-from grabstream.ops.settings import load_settings
+from grabstream.connections.opening import open_redis
+from grabstream.settings import load_settings
 
 
 @pytest.fixture

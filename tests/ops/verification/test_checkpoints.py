@@ -11,16 +11,16 @@ from typing import Any, Final, NamedTuple
 import pytest
 from aiokafka import AIOKafkaProducer
 
+from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Grab, Open
 from grabstream.models.identifiers import shard_of
 from grabstream.models.journal import marker_headers
 from grabstream.models.offers import CouponTerms
-from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.checkpoints import read_checkpoint
 from grabstream.ops.verification.evidence import FILE_BYTES_MAX, BadCheckpoint
 from grabstream.ops.verification.proofs import NotProved, check_proof, read_proof
 from grabstream.projections.definitions import PROJECTIONS
+from grabstream.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.journal_keys import JournalKeys, Signer, new_key_pair, use_keys
 from grabstream.streams.topics import Topics

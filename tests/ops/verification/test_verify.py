@@ -18,9 +18,10 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from pydantic import SecretStr
 
-from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.tickets import TicketKeys, sign
+from grabstream.connections.opening import gate_limits, key_space, open_gate, open_redis, sealer
+from grabstream.gate.calls import now_ms
+from grabstream.gate.gate import Gate
+from grabstream.gate.tickets import TicketKeys, sign
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
 from grabstream.lua.records import GRAB_FIELDS
 from grabstream.models.commands import (
@@ -37,11 +38,10 @@ from grabstream.models.commands import (
 )
 from grabstream.models.entries import Entry
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
-from grabstream.ops.connections.opening import gate_limits, key_space, open_gate, open_redis, sealer
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification import redis_keys, verifying
 from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.ops.verification.verifying import verify
+from grabstream.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp

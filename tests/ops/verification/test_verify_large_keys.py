@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from grabstream.connections.opening import open_gate
 from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms, Limit
-from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
+from grabstream.settings import Settings
 from grabstream.streams.relaying import shadow
 from grabstream.streams.relaying.recovery import literal
 from grabstream.streams.relaying.shadow import LOOKS, PAGE, ShadowShard, TimeShare

@@ -15,7 +15,7 @@ from grabstream.models.entries import Entry
 from grabstream.models.offers import CouponTerms
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.deciding.understanding import Pace, TopicAuthority, understand
 from grabstream.streams.topics import Topics

@@ -15,15 +15,15 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import key_space, open_gate, open_redis, sealer
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import AnyCommand, Grab, Load, Open, Return, encode_command
 from grabstream.models.offers import CouponTerms
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
 from grabstream.ops.diagnosis.examination import examine
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams import clients
 from grabstream.streams.clients import started
 from grabstream.streams.deciding import backlog

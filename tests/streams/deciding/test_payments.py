@@ -19,8 +19,10 @@ import redis.asyncio
 from aiohttp import web
 
 from grabstream import KafkaClient
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.signing import Purpose
+from grabstream.connections.identity import find_audience
+from grabstream.connections.opening import cancellable, key_space, open_gate, open_redis
+from grabstream.gate.gate import Gate
+from grabstream.gate.signing import Purpose
 from grabstream.lua.keys import KeySpace
 from grabstream.models import vocabulary
 from grabstream.models.answers import Answer
@@ -35,9 +37,7 @@ from grabstream.models.payments import (
     decode_query,
     encode_claims,
 )
-from grabstream.ops.connections.identity import find_audience
-from grabstream.ops.connections.opening import cancellable, key_space, open_gate, open_redis
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.deciding import payments
 from grabstream.streams.deciding.payment_side import (
     FAILURES_MAX,
@@ -49,11 +49,11 @@ from grabstream.streams.deciding.payment_side import (
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide, lead_ms
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import Worker, until
-from tests.lua.conftest import SEALER, private_server, take_over
 from tests.support.flooding import flooding
 from tests.support.providers import ProviderProcess, silent
 from tests.support.receipts import AUDIENCE, FOREIGN_KEYS, KEYS, KEYS_TEXT, receipt_for, signed
 from tests.support.receipts import OLD_KEYS as OTHER_KNOWN_KEYS
+from tests.support.shards import SEALER, private_server, take_over
 from tests.support.web_servers import serving
 
 __all__ = ["private_server"]

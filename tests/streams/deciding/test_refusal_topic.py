@@ -11,10 +11,10 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
 from grabstream import CouponTerms, Grab, Open, open_gate
-from grabstream.lua.gate.refusals import Refusal
+from grabstream.connections.opening import refusal_log
+from grabstream.gate.refusals import Refusal
 from grabstream.models.identifiers import shard_of
-from grabstream.ops.connections.opening import refusal_log
-from grabstream.ops.settings import BadSettings, Settings, load_settings
+from grabstream.settings import BadSettings, Settings, load_settings
 from grabstream.streams.clients import started
 from grabstream.streams.deciding.refusal_topic import RefusalTopic
 from grabstream.streams.topics import Topics

@@ -26,7 +26,7 @@ from grabstream.models.bounds import (
     REJECTED_PIECE_BYTES_MAX,
 )
 from grabstream.models.commands import ITEMS_MAX, Load, Undecodable, decode_commands
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams import topics as topics_module
 from grabstream.streams.clients import started
 from grabstream.streams.deciding import understanding

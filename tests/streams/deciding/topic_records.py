@@ -4,7 +4,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics
 

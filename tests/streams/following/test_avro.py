@@ -20,8 +20,8 @@ from aiokafka.errors import KafkaError
 
 from grabstream import CursorMoved, Fact, SinkDamaged
 from grabstream.models.events import decode_event
-from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import facts_of
+from grabstream.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.workshop.services.servers import PROJECT
 from tests.support.command_line import env_of

@@ -32,8 +32,8 @@ from grabstream import (
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
-from grabstream.ops.settings import Settings, child_environment
 from grabstream.projections.cursors import facts_of, single_facts
+from grabstream.settings import Settings, child_environment
 from tests.conftest import until
 from tests.streams.replaying.histories import MixedHistory, journal
 from tests.support.command_line import env_of

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from grabstream.connections.opening import system_of
 from grabstream.models.events import GrabGranted, GrabHeld
-from grabstream.ops.connections.opening import system_of
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from grabstream.streams.following import user_projection as own
 from grabstream.streams.following.user_projection import CannotRun, Projection, rebuild
 from grabstream.workshop.rehearsal.run import open_books

@@ -12,8 +12,8 @@ import psycopg
 import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
-from grabstream.ops.connections.opening import system_of
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.connections.opening import system_of
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.following import user_projection as own
 from grabstream.streams.following.user_projection import CannotRun, Projection, System, follow, rebuild
 from grabstream.workshop.rehearsal.run import open_books

@@ -11,7 +11,7 @@ from aiokafka.errors import OffsetOutOfRangeError
 from mode.threads import WorkerThread
 
 from grabstream.ops.console.endings import ending_of
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.clients import DoesNotStop
 from grabstream.streams.journal import JournalRecord, open_reader
 from grabstream.streams.projecting import agents, watchdog

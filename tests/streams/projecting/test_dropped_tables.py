@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections.definitions import PROJECTIONS
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream

@@ -4,9 +4,9 @@ import pytest
 from psycopg import sql
 
 from grabstream.models.journal import Cursor
-from grabstream.ops.settings import Settings
 from grabstream.projections import cursors
 from grabstream.projections.versions import use_read_model
+from grabstream.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until

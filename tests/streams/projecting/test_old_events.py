@@ -12,10 +12,10 @@ import pytest
 
 from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import AnyLine, LineDecoder
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections import audit, ledger
 from grabstream.projections.balances import users as balances
+from grabstream.settings import Settings
 from grabstream.streams.projecting.follower import Decoder
 from grabstream.streams.projecting.projector import CatchUp, Projector
 from grabstream.streams.topics import Topics

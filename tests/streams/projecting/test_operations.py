@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from grabstream.models.upcasting import NEWER
-from grabstream.ops.settings import Settings
 from grabstream.projections import cursors
+from grabstream.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until

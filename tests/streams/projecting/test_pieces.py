@@ -25,7 +25,7 @@ from grabstream.models.commands import (
 from grabstream.models.events import GrabGranted, GrabHeld, GrabQueued, decode_event, encode_event
 from grabstream.models.offers import PAYMENTS_KNOWN_MS, Changes, Limit, StockTerms
 from grabstream.models.rules import ShardState, decide, sweep
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import make_system
 from tests.lua.histories.rows import GRAB_COLUMNS, OFFER_COLUMNS, differences

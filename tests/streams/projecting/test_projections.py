@@ -12,8 +12,8 @@ from aiokafka.errors import NotLeaderForPartitionError
 from psycopg import errors
 
 from grabstream.models.journal import GENESIS, block_headers, chain
-from grabstream.ops.settings import Settings
 from grabstream.projections.versions import use_read_model
+from grabstream.settings import Settings
 from grabstream.streams.journal import JournalRecord, open_reader
 from grabstream.streams.projecting.follower import Decoder
 from grabstream.streams.projecting.projector import CatchUp

@@ -20,9 +20,9 @@ from psycopg import AsyncConnection
 from grabstream.models.calendar import utc_text
 from grabstream.models.events import EventDecoder
 from grabstream.models.journal import GENESIS, Cursor, chain
-from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import Fact
 from grabstream.projections.database.locks import is_held
+from grabstream.settings import Settings
 from grabstream.streams import journal as journal_module
 from grabstream.streams.clients import started
 from grabstream.streams.journal import JournalReader, JournalRecord, open_reader

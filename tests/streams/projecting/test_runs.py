@@ -13,7 +13,7 @@ from grabstream.models.calendar import DAY_MS
 from grabstream.models.events import decode_event
 from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import GrantedRun, HeldRun, decode_line, singles
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics

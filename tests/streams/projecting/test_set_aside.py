@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from grabstream.models.journal import GENESIS, Cursor, chain
-from grabstream.ops.settings import Settings
 from grabstream.projections.checking.snapshots import newest, trail_of
+from grabstream.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.settings import Settings
 from grabstream.projections import versions
 from grabstream.projections.reports import reports
+from grabstream.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.workshop.rehearsal.run import open_books
 from tests.streams.projecting.sums import LARGE, adjusted

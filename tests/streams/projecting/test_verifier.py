@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection
 
+from grabstream.connections.opening import key_space, open_gate, open_redis
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms, StockTerms
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.settings import Settings
 from grabstream.projections.checking import verified
+from grabstream.settings import Settings
 from grabstream.streams.clients import Trouble
 from grabstream.streams.projecting import verifier as verifier_module
 from grabstream.streams.projecting.projector import CatchUp

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection, IsolationLevel, sql
 
-from grabstream.ops.connections.opening import where_of
-from grabstream.ops.settings import Settings, child_environment, load_settings
+from grabstream.connections.opening import where_of
 from grabstream.projections.cursors import load
 from grabstream.projections.database.sessions import session_name
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version, use_version, versions
+from grabstream.settings import Settings, child_environment, load_settings
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.rebuilding import rebuild
 from grabstream.streams.rebuilding.loading import deal, in_processes

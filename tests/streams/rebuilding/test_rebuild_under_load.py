@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
-from grabstream.ops.settings import Settings, child_environment
 from grabstream.projections.database.migrate import use_schema
+from grabstream.settings import Settings, child_environment
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting import agents
 from grabstream.streams.projecting.agents import group_of

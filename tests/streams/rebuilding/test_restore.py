@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaProducer
 
+from grabstream.connections.opening import key_space, open_gate, open_redis, where_of
 from grabstream.models.commands import Grab
 from grabstream.models.journal import marker_headers
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis, where_of
 from grabstream.ops.initialization import take_new_journal
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version, versions
+from grabstream.settings import Settings
 from grabstream.streams.rebuilding.restore import Restore
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.run import open_books

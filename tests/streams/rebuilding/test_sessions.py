@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
+from grabstream.connections.opening import key_space, open_gate, open_redis
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.initialization import make_system
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.redis_keys import compares_keys
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.sessions import connect, session_name, system_name
+from grabstream.settings import Settings
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone, with_snapshot
 from grabstream.streams.relaying.shadow import VERIFIER_SHADOW
 from grabstream.workshop.rehearsal.run import open_books

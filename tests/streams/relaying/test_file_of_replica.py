@@ -11,13 +11,13 @@ from typing import Any, Final
 import pytest
 import redis
 
+from grabstream.connections.opening import key_space, open_gate
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Release
 from grabstream.models.offers import EnvelopeTerms, StockTerms
-from grabstream.ops.connections.opening import key_space, open_gate
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.diagnosis.findings import Finding
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.stage import take_down
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import Redis

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from grabstream.connections.opening import key_space, open_redis
 from grabstream.lua.library import MISSING, library, missing_or_unusable
-from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import until
 from tests.streams.traffic import traffic
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from grabstream.connections.opening import key_space, open_redis, sealer
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.connections.opening import key_space, open_redis, sealer
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.relaying import leases as leases_module
 from grabstream.streams.relaying.announcing import RelayedShards
 from grabstream.streams.relaying.leases import BY_HAND, Leases, pass_lease, request_lease

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection, sql
 
+from grabstream.connections.opening import key_space, open_gate, open_redis
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import until
 
 pytestmark = pytest.mark.long

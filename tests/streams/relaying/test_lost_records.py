@@ -9,11 +9,11 @@ import pytest
 from aiokafka.admin import NewTopic
 from aiokafka.errors import RecordTooLargeError
 
+from grabstream.connections.opening import key_space, open_gate, open_redis, sealer
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms
 from grabstream.models.outcomes import OutcomeUnknown
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.relaying import relay
 from grabstream.streams.relaying.relay import RETRY_SECONDS_MAX, ShardRelay

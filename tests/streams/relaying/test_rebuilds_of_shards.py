@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from grabstream.connections.opening import key_space, open_gate, open_redis, sealer
 from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.lua.server import raise_term
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.relaying.ownership import SteppedDown
 from grabstream.streams.relaying.shadow import SHADOW, NotComparable, TimeShare, open_shadow

@@ -17,12 +17,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.keys import LAYOUT
-from grabstream.models.commands import Close, Confirm, Grab, Open, Release
-from grabstream.models.journal import Accepted, Cursor, parse_block
-from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
-from grabstream.ops.connections.opening import (
+from grabstream.connections.opening import (
     gate_limits,
     key_space,
     open_gate,
@@ -30,8 +25,13 @@ from grabstream.ops.connections.opening import (
     sealer,
     snapshots,
 )
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.gate.gate import Gate
+from grabstream.lua.keys import LAYOUT
+from grabstream.models.commands import Close, Confirm, Grab, Open, Release
+from grabstream.models.journal import Accepted, Cursor, parse_block
+from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
 from grabstream.projections.versions import use_read_model
+from grabstream.settings import Settings, child_environment
 from grabstream.streams.journal import open_reader
 from grabstream.streams.relaying.leases import request_lease
 from grabstream.streams.relaying.ownership import OwnedShard

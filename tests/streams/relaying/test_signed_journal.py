@@ -16,7 +16,8 @@ from typing import Any, Final
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import key_space, open_gate, open_redis, sealer, snapshots
+from grabstream.gate.gate import Gate
 from grabstream.models.commands import Grab, Open
 from grabstream.models.journal import (
     SIGNED_OWNER,
@@ -28,13 +29,12 @@ from grabstream.models.journal import (
     marker_headers,
 )
 from grabstream.models.offers import CouponTerms
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer, snapshots
 from grabstream.ops.diagnosis.examination import examine
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.signatures import IgnoredRecords
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections import cursors
 from grabstream.projections.database.migrate import PROJECTIONS
+from grabstream.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.journal import open_reader
 from grabstream.streams.journal_keys import JournalKeys, lacking, new_key_pair, use_keys

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.opening import key_space, open_gate, open_redis
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms
 from grabstream.models.outcomes import OutcomeUnknown
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import Worker, until
 from tests.drill.traffic import a_campaign_of_each_shard
 from tests.support.leases import leases_by_process, until_spread_over

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from grabstream.connections.opening import key_space, open_gate, open_redis, sealer
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import until

@@ -16,7 +16,7 @@ from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.rules import ShardState
 from grabstream.models.runs import decode_line
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until

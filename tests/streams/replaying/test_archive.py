@@ -30,9 +30,9 @@ from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import decode_line
 from grabstream.ops.commands.rebuild.export import _size
 from grabstream.ops.diagnosis.examination import JOURNAL_CHECK, examine
-from grabstream.ops.settings import child_environment
 from grabstream.ops.verification import books
 from grabstream.ops.verification.verifying import verify
+from grabstream.settings import child_environment
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.replaying.archive_columns import COLUMN_NAMES

@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from grabstream import Settings, read_lines_sync
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.journal import GENESIS, chain
-from grabstream.ops.settings import child_environment
+from grabstream.settings import child_environment
 from grabstream.streams.buckets import StoreAway, StoreError, StoreLogin, StoreRefused
 from grabstream.streams.history.archive import ArchiveSystem, BadArchive
 from grabstream.streams.history.stores import open_store

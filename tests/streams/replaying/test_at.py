@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from grabstream.ops.commands.read.at import at as at_verb
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
-from grabstream.ops.settings import child_environment
 from grabstream.projections.database.sessions import system_name
+from grabstream.settings import child_environment
 from grabstream.streams.replaying import replay_schema
 from grabstream.streams.replaying.replay_schema import ReplayDefinition, open_schema, temporary_schema
 from grabstream.streams.replaying.selection import Wanted

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
 from grabstream.workshop.services import free_ports

@@ -10,7 +10,7 @@ import pytest
 
 from grabstream import GrabGranted
 from grabstream.models.journal import GENESIS, chain
-from grabstream.ops.settings import child_environment
+from grabstream.settings import child_environment
 from grabstream.workshop.services.servers import PROJECT
 from tests.streams.replaying.histories import RecordedSystem
 from tests.support.command_line import env_of

@@ -30,8 +30,8 @@ from grabstream.ops.commands.read.at import at as at_verb
 from grabstream.ops.commands.rebuild.replay import replay as replay_verb
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.replay_request import request
-from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.database.locks import hold
+from grabstream.settings import Settings, child_environment, load_settings
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import JournalSource
 from grabstream.streams.journal import JournalReader, open_reader

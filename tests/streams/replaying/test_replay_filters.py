@@ -14,10 +14,10 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
+from grabstream.connections.identity import find_journal
 from grabstream.ops.commands.rebuild.replay import replay as replay_verb
-from grabstream.ops.connections.identity import find_journal
 from grabstream.ops.formats.replay_request import request
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from grabstream.streams.clients import started
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.replaying.filters import (

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from grabstream import read_events, read_lines
+from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Close, Confirm, Grab, Open, Release
 from grabstream.models.events import GrabGranted, GrabHeld, encode_event
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, StockTerms
-from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.conftest import Worker, until
 from tests.streams.replaying.histories import drop, tables
 from tests.streams.replaying.test_at import in_json

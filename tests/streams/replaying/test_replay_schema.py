@@ -23,7 +23,7 @@ from grabstream.models.events import (
     OfferRetired,
 )
 from grabstream.ops.formats.moments import show_time
-from grabstream.ops.settings import child_environment
+from grabstream.settings import child_environment
 from grabstream.streams.projecting.agents import make_projectors
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.workshop.rehearsal.run import open_books

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from standardwebhooks.webhooks import Webhook as Verifier
 from standardwebhooks.webhooks import WebhookVerificationError
 
+from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms
 from grabstream.ops import cli
-from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.settings import Settings
 from grabstream.projections.records.webhooks import Webhook
+from grabstream.settings import Settings
 from grabstream.streams.webhooks.sending import secrets_now
 from tests.conftest import until
 from tests.streams.webhooks.receiver import Got, receiving

@@ -14,15 +14,15 @@ import pytest
 from aiohttp import web
 from standardwebhooks.webhooks import Webhook as Verifier
 
-from grabstream.lua.gate.sealing import Sealer
+from grabstream.gate.sealing import Sealer
 from grabstream.models.events import PaymentRefundDue, encode_event
 from grabstream.models.journal import Cursor
 from grabstream.models.runs import decode_line
-from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import CursorMoved, facts_of
 from grabstream.projections.database.sessions import session_name
 from grabstream.projections.records import webhooks as records
 from grabstream.projections.records.webhooks import Webhook
+from grabstream.settings import Settings
 from grabstream.streams.projecting import follower
 from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.projecting.projector import CatchUp

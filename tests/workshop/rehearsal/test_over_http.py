@@ -17,8 +17,8 @@ import pytest
 
 from grabstream.models.answers import Answer
 from grabstream.models.money import Invalid
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.checks import VerificationCheck
+from grabstream.settings import Settings, load_settings
 from grabstream.workshop.rehearsal.over_http.charts import nice
 from grabstream.workshop.rehearsal.over_http.crowd import crowd_of, requests_of
 from grabstream.workshop.rehearsal.over_http.door import open_door

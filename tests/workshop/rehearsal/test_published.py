@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics

@@ -17,11 +17,11 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaTimeoutError
 
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.identity import find_journal
+from grabstream.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.gate.gate import Gate
 from grabstream.models.commands import Grab
-from grabstream.ops.connections.identity import find_journal
-from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from grabstream.workshop.commands import services
 from grabstream.workshop.rehearsal import run, stage
 from grabstream.workshop.rehearsal.crowd import attempts, envelopes

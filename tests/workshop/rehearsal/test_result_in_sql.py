@@ -10,7 +10,7 @@ import pytest
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.stage import take_down
 from tests.support.command_line import env_of, grabstream
 

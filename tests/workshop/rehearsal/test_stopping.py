@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from psycopg import Connection
 
-from grabstream.ops.settings import Settings, child_environment
+from grabstream.settings import Settings, child_environment
 from tests.conftest import wait_until
 from tests.support.command_line import env_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.support.command_line import env_of, grabstream
 
 

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from grabstream.connections.opening import key_space, open_gate, open_redis
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Confirm, Grab
 from grabstream.models.events import AnyEvent
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.settings import Settings
 from grabstream.ops.verification.checks import VerificationCheck
+from grabstream.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.clock import HOUR_MS

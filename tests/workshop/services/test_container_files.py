@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from grabstream.ops.connections.opening import open_redis
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.connections.opening import open_redis
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.topic_ids import find_topic
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.container_files import ContainerServer, Places, write

@@ -16,9 +16,9 @@ import redis
 import yaml
 from click.testing import CliRunner
 
-from grabstream.lua.gate.sealing import Sealer
+from grabstream.gate.sealing import Sealer
 from grabstream.ops.cli import grabstream
-from grabstream.ops.settings import REDIS_PORT, child_environment
+from grabstream.settings import REDIS_PORT, child_environment
 from grabstream.workshop.commands import services as services_verbs
 from grabstream.workshop.services import LocalServices, ServiceError, free_ports
 from grabstream.workshop.services.process import _start_time

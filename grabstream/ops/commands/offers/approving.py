@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from msgspec.structs import replace
 
-from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.signing import Purpose, sign_with
+from grabstream.gate.calls import now_ms
+from grabstream.gate.signing import Purpose, sign_with
 from grabstream.models.approvals import approval_of, encode_approval
 from grabstream.models.bounds import FILE_BYTES_MAX
 from grabstream.models.calendar import utc_text
@@ -23,7 +23,7 @@ from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.ops.console.output import json_option, print_json
 from grabstream.ops.formats.written_values import read_duration, read_time
-from grabstream.ops.settings import load_settings
+from grabstream.settings import load_settings
 
 _file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
 _KEYS = f"{__name__}.keys"

@@ -11,8 +11,9 @@ from typing import Final, Literal
 import click
 import msgspec
 
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.tickets import sign
+from grabstream.connections.opening import open_gate, sealer
+from grabstream.gate.gate import Gate
+from grabstream.gate.tickets import sign
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.commands import Load, check, in_chunks
 from grabstream.models.digests import Digests
@@ -41,11 +42,10 @@ from grabstream.ops.commands.offers.through_a_gate import (
     read_text,
     ready_settings,
 )
-from grabstream.ops.connections.opening import open_gate, sealer
 from grabstream.ops.console.arguments import require_id_alone
 from grabstream.ops.console.output import json_option, print_json
 from grabstream.ops.formats.offer_files import BadOfferFile, read_changes
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 
 What = Literal["codes", "audience"]
 

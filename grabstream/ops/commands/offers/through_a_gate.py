@@ -24,10 +24,12 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.gate import Gate
+from grabstream.connections.identity import IdentityNotRecorded
+from grabstream.connections.opening import checked_books, open_gate
+from grabstream.gate.calls import now_ms
+from grabstream.gate.gate import Gate
 from grabstream.models.answers import Answer, encode_answer
-from grabstream.models.bounds import FILE_BYTES_MAX
+from grabstream.models.bounds import FILE_BYTES_MAX, counted
 from grabstream.models.calendar import utc_text
 from grabstream.models.commands import AnyCommand, Grab, Open, Undecodable, decode_command, encode_command
 from grabstream.models.identifiers import is_id
@@ -37,15 +39,13 @@ from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.refusal_words import words_of
 from grabstream.ops.commands.offers.approving import approval_option, sign_option, with_approvals
 from grabstream.ops.commands.offers.fields import field_options
-from grabstream.ops.connections.identity import IdentityNotRecorded
-from grabstream.ops.connections.opening import checked_books, open_gate
-from grabstream.ops.console.output import Output, counted, json_option, print_json, table
+from grabstream.ops.console.output import Output, json_option, print_json, table
 from grabstream.ops.console.progress import bar
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
 from grabstream.ops.formats.offer_plan import PLAN_COLUMNS, plan_rows
 from grabstream.ops.formats.weekly_plan import WeeklyPlan
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.zones import unknown_zones
+from grabstream.settings import Settings, load_settings
 
 #: Offers opened in one gate call. When a file has more, a bar shows the progress, and only refusals are
 #: printed one by one.

@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
+from grabstream.connections.opening import check_system, checked_books
 from grabstream.models.bounds import counted
-from grabstream.ops.connections.opening import check_system, checked_books
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
 from grabstream.ops.formats.replay_request import ObjectAddress
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.checkpoints import NewCheckpoint, make_checkpoint
 from grabstream.ops.verification.checks import Say
 from grabstream.ops.verification.evidence import (
@@ -24,6 +23,7 @@ from grabstream.ops.verification.evidence import (
     second_of,
     write_new,
 )
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.buckets import BucketAddress
 
 LOCK_DAYS_MAX = 36_500

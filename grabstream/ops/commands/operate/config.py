@@ -5,11 +5,11 @@ from typing import Any
 import click
 from pydantic import SecretStr
 
-from grabstream.lua.gate.sealing import SEALING, new_seal_key
+from grabstream.gate.sealing import SEALING, new_seal_key
 from grabstream.models.identifiers import is_id
 from grabstream.models.pseudonyms import user_of
 from grabstream.ops.console.output import console, json_option, print_json, table
-from grabstream.ops.settings import (
+from grabstream.settings import (
     ADDRESSES,
     Settings,
     load_settings,
@@ -66,7 +66,7 @@ def config(
         settings = load_settings()
         settings.require_seal_keys()
         # Imported here, since the clients of all servers come with it.
-        from grabstream.ops.connections.opening import sealer
+        from grabstream.connections.opening import sealer
 
         click.echo(sealer(settings).sealing_text())
         return

@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 from rich.text import Text
 
-from grabstream.ops.connections.opening import checked_books
+from grabstream.connections.opening import checked_books
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
 from grabstream.ops.diagnosis.examination import (
     NOT_ALLOWED,
@@ -22,8 +22,8 @@ from grabstream.ops.diagnosis.examination import (
     since_in_words,
 )
 from grabstream.ops.formats.replay_request import ArchiveAddress
-from grabstream.ops.settings import load_settings
 from grabstream.projections.checking import verified
+from grabstream.settings import load_settings
 from grabstream.streams.history.archive import BadArchive
 
 _STYLES: Final = {"stuck": "bold red", "risk": "yellow", "note": "cyan"}

@@ -7,15 +7,15 @@ from typing import Any
 from psycopg import OperationalError
 from redis.exceptions import RedisError
 
+from grabstream.connections.opening import key_space, open_redis
 from grabstream.gateway.problems import retry_soon
 from grabstream.gateway.watching import Examiners
 from grabstream.ops.commands.operate.doctor import as_json_of
 from grabstream.ops.commands.read.why import gather
-from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.diagnosis.shards import read_shards
 from grabstream.ops.diagnosis.story import tell
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.streams.clients import in_words
 
 Row = dict[str, Any]

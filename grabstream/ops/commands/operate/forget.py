@@ -5,13 +5,14 @@ from typing import Any
 
 import click
 
+from grabstream.connections.opening import check_system, checked_books, sealer
+from grabstream.connections.seal_keys import require_seal_keys
+from grabstream.models.bounds import counted
 from grabstream.models.identifiers import is_id
-from grabstream.ops.connections.opening import check_system, checked_books, sealer
-from grabstream.ops.connections.seal_keys import require_seal_keys
-from grabstream.ops.console.output import console, counted, json_option, print_json
+from grabstream.ops.console.output import console, json_option, print_json
 from grabstream.ops.formats.named_users import user_named
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.records import user_keys
+from grabstream.settings import Settings, load_settings
 
 #: How long a gate may still seal with a key that it has read, in seconds; what it seals then cannot be
 #: opened.

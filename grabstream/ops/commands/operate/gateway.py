@@ -17,6 +17,21 @@ import click
 import uvloop
 from psycopg import AsyncConnection, OperationalError
 
+from grabstream.connections.cache_redis import open_cache
+from grabstream.connections.identity import require_schema
+from grabstream.connections.key_files import KeyFiles
+from grabstream.connections.opening import (
+    checked_books,
+    key_space,
+    open_gate,
+    open_redis,
+    payment_encryption_key,
+    payment_keys,
+    user_keys,
+)
+from grabstream.connections.preconditions import require_postgres
+from grabstream.connections.watching import watch_servers
+from grabstream.gate.gate import Gate
 from grabstream.gateway.address_rates import AddressRates
 from grabstream.gateway.addresses import ConnectionsByAddress, Network
 from grabstream.gateway.admission import Admission, CallerRates
@@ -41,23 +56,10 @@ from grabstream.gateway.shared_answers import SharedAnswers
 from grabstream.gateway.supervising import Supervisor
 from grabstream.gateway.tokens import TokenVerifier, UserNames
 from grabstream.gateway.watching import Watching
-from grabstream.lua.gate.gate import Gate
+from grabstream.metrics.answering import Answering, open_answering
+from grabstream.metrics.tracing import tracing
 from grabstream.models.schema_documents import event_documents
 from grabstream.ops.commands.operate.examiners import open_examiners
-from grabstream.ops.connections.cache_redis import open_cache
-from grabstream.ops.connections.identity import require_schema
-from grabstream.ops.connections.key_files import KeyFiles
-from grabstream.ops.connections.opening import (
-    checked_books,
-    key_space,
-    open_gate,
-    open_redis,
-    payment_encryption_key,
-    payment_keys,
-    user_keys,
-)
-from grabstream.ops.connections.preconditions import require_postgres
-from grabstream.ops.connections.watching import watch_servers
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
 from grabstream.ops.console.stopping import (
@@ -66,10 +68,8 @@ from grabstream.ops.console.stopping import (
     end_within,
     stop_on_signals,
 )
-from grabstream.ops.metrics.answering import Answering, open_answering
-from grabstream.ops.settings import GATEWAY_PORT, BadSettings, Settings, listed, load_settings
-from grabstream.ops.tracing import tracing
 from grabstream.runtime.ending import running
+from grabstream.settings import GATEWAY_PORT, BadSettings, Settings, listed, load_settings
 
 log = logging.getLogger(__name__)
 
@@ -382,8 +382,8 @@ async def _open_metrics(settings: Settings, opened: _Opened, gate: Gate) -> Asyn
         yield
         return
     # What serves metrics takes a while to import.
-    from grabstream.ops.metrics.gateway_metrics import GatewayMetrics
-    from grabstream.ops.metrics.listening import listening
+    from grabstream.metrics.gateway_metrics import GatewayMetrics
+    from grabstream.metrics.listening import listening
 
     metrics = GatewayMetrics(
         opened.application, gate, opened.cache, opened.answering, opened.bounds, opened.key_files

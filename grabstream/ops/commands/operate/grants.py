@@ -5,10 +5,10 @@ from typing import Final
 
 import click
 
+from grabstream.connections.opening import check_system, checked_books, open_redis
 from grabstream.ops import grants as roles
-from grabstream.ops.connections.opening import check_system, checked_books, open_redis
 from grabstream.ops.console.output import json_option, print_json
-from grabstream.ops.settings import Settings, load_settings, without_password
+from grabstream.settings import Settings, load_settings, without_password
 
 _FORGETFUL: Final = (
     "grabstream: Redis at {} has no file of users (`aclfile`), and forgets them when it is restarted: set "

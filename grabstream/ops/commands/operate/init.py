@@ -4,11 +4,11 @@ import asyncio
 
 import click
 
+from grabstream.connections.libraries import ServerLibraries
 from grabstream.lua.library import library
-from grabstream.ops.connections.libraries import ServerLibraries
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
 from grabstream.ops.initialization import copy_in_words, keys_that_a_copy_shares, make_system
-from grabstream.ops.settings import load_settings
+from grabstream.settings import load_settings
 
 
 @click.command()

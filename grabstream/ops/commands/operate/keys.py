@@ -10,19 +10,19 @@ from typing import Any, Final
 import click
 from psycopg import AsyncConnection
 
+from grabstream.connections.opening import checked_books
+from grabstream.gate.calls import now_ms
 from grabstream.gateway.api_keys import PREFIX, digest_of, new_secret
 from grabstream.gateway.bounds import REVOCATION_SECONDS_MAX
 from grabstream.gateway.callers import SCOPES
-from grabstream.lua.gate.calls import now_ms
 from grabstream.models.identifiers import is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
-from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.formats.written_values import read_duration, read_time
-from grabstream.ops.settings import load_settings
 from grabstream.projections.records import api_keys
 from grabstream.projections.records.api_keys import ApiKey, ApiKeyRefused
+from grabstream.settings import load_settings
 
 GRACE_MS_MAX: Final = 30 * 24 * 3_600_000
 _COLUMNS: Final = (

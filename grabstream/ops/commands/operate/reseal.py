@@ -10,20 +10,20 @@ import click
 from aiokafka import AIOKafkaConsumer
 from psycopg import AsyncConnection
 
-from grabstream.lua.gate.sealing import CannotOpen, Sealer
-from grabstream.ops.connections.opening import check_system, checked_books, sealer
-from grabstream.ops.connections.seal_keys import require_seal_keys
-from grabstream.ops.connections.user_keys import SEALED_FOR as USER_KEYS_SEALED_FOR
+from grabstream.connections.opening import check_system, checked_books, sealer
+from grabstream.connections.seal_keys import require_seal_keys
+from grabstream.connections.user_keys import SEALED_FOR as USER_KEYS_SEALED_FOR
+from grabstream.gate.sealing import CannotOpen, Sealer
 from grabstream.ops.console.arguments import require_id_alone
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.diagnosis.books import read_last_seqs
 from grabstream.ops.diagnosis.seal_keys import in_words
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import cursors
 from grabstream.projections.checking.snapshots import newest
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.records import seal_keys, user_keys, webhooks
 from grabstream.projections.records.seal_keys import SealKey, Uses
+from grabstream.settings import Settings, load_settings
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.webhooks.messages import SEALED_FOR

@@ -5,10 +5,10 @@ import sys
 
 import click
 
-from grabstream.ops.connections.opening import checked_books
+from grabstream.connections.opening import checked_books
 from grabstream.ops.console.output import json_option, print_json
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.system import schemas_of
+from grabstream.settings import Settings, load_settings
 
 
 @click.command()

@@ -13,18 +13,18 @@ from typing import Any, Final
 import click
 from psycopg import AsyncConnection
 
+from grabstream.connections.opening import checked_books
 from grabstream.models.bounds import counted
 from grabstream.models.currencies import shown_amount
 from grabstream.models.journal import Cursor, named
 from grabstream.models.transfers import transfers_of
-from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import cursors
 from grabstream.projections.cursors import CursorMoved, Stop
 from grabstream.projections.database.migrate import PROJECTIONS
 from grabstream.projections.records import set_aside as books
 from grabstream.projections.versions import use_read_model
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.publisher import event_source, newest_cursor
 from grabstream.streams.projecting.stopped_record import CannotSetAside, StoppedRecord, find_stopped_record

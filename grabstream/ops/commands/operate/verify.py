@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 from rich.markup import escape
 
-from grabstream.ops.connections.opening import check_system
-from grabstream.ops.console.output import console, counted, json_option, print_json
+from grabstream.connections.opening import check_system
+from grabstream.models.bounds import counted
+from grabstream.ops.console.output import console, json_option, print_json
 from grabstream.ops.console.progress import Steps
 from grabstream.ops.formats.replay_request import ArchiveAddress, ObjectAddress
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.checkpoints import Given, read_checkpoint
 from grabstream.ops.verification.checks import (
     PROBLEMS_SHOWN_MAX,
@@ -22,6 +22,7 @@ from grabstream.ops.verification.checks import (
 )
 from grabstream.ops.verification.evidence import BadCheckpoint
 from grabstream.ops.verification.verifying import verify as run_verification
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.buckets import BucketAddress
 from grabstream.streams.history.archive import BadArchive
 from grabstream.streams.history.stores import Store

@@ -9,17 +9,17 @@ from typing import Any, Final, NoReturn, TypeVar
 import click
 from psycopg import AsyncConnection
 
+from grabstream.connections.opening import checked_books, sealer
+from grabstream.connections.seal_keys import require_seal_keys
 from grabstream.models.events import CURRENT_VERSIONS
 from grabstream.models.identifiers import is_id
 from grabstream.models.money import Invalid
-from grabstream.ops.connections.opening import checked_books, sealer
-from grabstream.ops.connections.seal_keys import require_seal_keys
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
 from grabstream.ops.formats.written_values import read_duration
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.records import webhooks as records
 from grabstream.projections.records.webhooks import Delivery, TooMany, Webhook
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.webhooks.addresses import BadUrl, check_url
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
 

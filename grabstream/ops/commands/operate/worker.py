@@ -20,11 +20,10 @@ from aiokafka.errors import KafkaError
 from redis.exceptions import RedisError
 
 import grabstream.models.events  # noqa: F401 - reports a gap in the upcasters here, not at a role's first event
-from grabstream.models.journal import is_signed_owner
-from grabstream.ops.connections.identity import IdentityNotRecorded, claim_prefix
-from grabstream.ops.connections.key_files import KeyFiles
-from grabstream.ops.connections.logins import raise_refusal
-from grabstream.ops.connections.opening import (
+from grabstream.connections.identity import IdentityNotRecorded, claim_prefix
+from grabstream.connections.key_files import KeyFiles
+from grabstream.connections.logins import raise_refusal
+from grabstream.connections.opening import (
     CHECK_AGAIN_SECONDS,
     audience,
     check_system,
@@ -41,11 +40,14 @@ from grabstream.ops.connections.opening import (
     user_keys,
     worker_settings,
 )  # fmt: skip
-from grabstream.ops.connections.watching import Readiness, watch_servers
-from grabstream.ops.connections.watching import log as worker_log
-from grabstream.ops.connections.worker_reports import keep_reporting
+from grabstream.connections.watching import Readiness, watch_servers
+from grabstream.connections.watching import log as worker_log
+from grabstream.connections.worker_reports import keep_reporting
+from grabstream.metrics.state import State
+from grabstream.metrics.tracing import tracing
+from grabstream.models.bounds import counted
+from grabstream.models.journal import is_signed_owner
 from grabstream.ops.console.json_log import log_as_json
-from grabstream.ops.console.output import counted
 from grabstream.ops.console.stopping import (
     END_SECONDS_MAX,
     EXIT_INTERRUPTED,
@@ -54,9 +56,6 @@ from grabstream.ops.console.stopping import (
 )
 from grabstream.ops.diagnosis.findings import shard_list, spans
 from grabstream.ops.initialization import refuse_replay
-from grabstream.ops.metrics.state import State
-from grabstream.ops.settings import BadSettings, Settings, load_settings
-from grabstream.ops.tracing import tracing
 from grabstream.ops.verification.redis_keys import compares_keys
 from grabstream.projections import cursors
 from grabstream.projections.database.migrate import PROJECTIONS as READ_MODELS
@@ -66,6 +65,7 @@ from grabstream.projections.records.demand import record
 from grabstream.runtime.ending import first_to_end, running
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble
+from grabstream.settings import BadSettings, Settings, load_settings
 from grabstream.streams.clients import OUTAGES, Trouble, in_words
 from grabstream.streams.journal_keys import journal_keys
 from grabstream.streams.measures import WorkerMeasures
@@ -178,8 +178,8 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
         async with AsyncExitStack() as stack:
             if settings.metrics_listen is not None:
                 # What serves metrics takes a while to import.
-                from grabstream.ops.metrics.listening import listening
-                from grabstream.ops.metrics.worker_metrics import WorkerMetrics
+                from grabstream.metrics.listening import listening
+                from grabstream.metrics.worker_metrics import WorkerMetrics
 
                 metrics = WorkerMetrics(settings, chosen, redis, measures, state, key_files)
                 await stack.enter_async_context(

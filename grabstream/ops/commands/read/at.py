@@ -11,19 +11,19 @@ import click
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
+from grabstream.connections.event_sources import NoTrail, open_history
+from grabstream.connections.opening import check_system
 from grabstream.models.currencies import shown_amount, shown_number
 from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.commands.read.show import print_offer, read_offer
-from grabstream.ops.connections.event_sources import NoTrail, open_history
-from grabstream.ops.connections.opening import check_system
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
 from grabstream.ops.formats.replay_request import ReplayRequest, request
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.migrate import drop_statement, use_schema
 from grabstream.projections.database.sessions import connect
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.history.sources import Source
 from grabstream.streams.replaying import replay as replaying
 from grabstream.streams.replaying.replay import Done

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from grabstream.connections.opening import checked_books
+from grabstream.models.bounds import counted
 from grabstream.models.commands import Open
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import terms_of
@@ -16,11 +18,10 @@ from grabstream.ops.commands.offers.through_a_gate import (
     plan_of,
     read_text,
 )
-from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.console.output import counted, print_json
+from grabstream.ops.console.output import print_json
 from grabstream.ops.formats.offer_comparison import OfferDifference, differences_of
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.settings import Settings, load_settings
 
 _OFFERS: Final = "SELECT offer, state, terms::text FROM offers WHERE offer = ANY(%s)"
 #: Offers of the campaigns of the file that are open or planned, and, for a plan, open in its week.

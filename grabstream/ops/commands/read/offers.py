@@ -10,6 +10,8 @@ import click
 from click.core import ParameterSource
 from psycopg.rows import dict_row
 
+from grabstream.connections.opening import checked_books
+from grabstream.models.bounds import counted
 from grabstream.models.calendar import utc_text
 from grabstream.models.events import KINDS
 from grabstream.models.identifiers import is_id
@@ -17,11 +19,10 @@ from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.ops.commands.offers.through_a_gate import plain_console, week_option
 from grabstream.ops.commands.read.checking_offers import check_offers
-from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json, table
+from grabstream.ops.console.output import WholeNumber, json_option, print_json, table
 from grabstream.ops.formats.offer_files import Form
 from grabstream.ops.formats.written_values import read_duration
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.settings import Settings, load_settings
 
 #: What --state takes. `upcoming` and `open` are the two parts of the view's state `open`: its opening time
 #: is not over, or is. An offer past its closing time is `open` until the sweeper has closed it.

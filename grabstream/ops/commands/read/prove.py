@@ -8,15 +8,15 @@ from pathlib import Path
 
 import click
 
+from grabstream.connections.opening import check_system, checked_books
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import is_id
-from grabstream.ops.connections.opening import check_system, checked_books
 from grabstream.ops.console.output import console, json_option, print_json
 from grabstream.ops.formats.replay_request import ObjectAddress
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.checkpoints import read_checkpoint
 from grabstream.ops.verification.evidence import BadCheckpoint, sealed_json, write_new
 from grabstream.ops.verification.proofs import NotProved, Proof, check_proof, make_proof, read_proof
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.buckets import BucketAddress
 from grabstream.streams.history.stores import in_thread
 from grabstream.streams.topics import Topics

@@ -14,14 +14,15 @@ import click
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
+from grabstream.connections.opening import checked_books
 from grabstream.extras import INSTALL_ANALYSTS, installed
+from grabstream.models.bounds import counted
 from grabstream.models.currencies import DECIMALS, shown_amount, shown_number
 from grabstream.models.money import Invalid
-from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.console.output import console, counted, json_option, print_json, table
+from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.formats.weekly_plan import monday_of
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.definitions.dictionary import VIEWS
+from grabstream.settings import Settings, load_settings
 
 #: What a formula begins with in a spreadsheet.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\t", "\r")

@@ -10,12 +10,13 @@ from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 from rich.text import Text
 
+from grabstream.connections.opening import checked_books
+from grabstream.models.bounds import counted
 from grabstream.models.currencies import shown_amount
 from grabstream.models.offers import TIME_MS_MAX
-from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.console.output import WholeNumber, console, counted, json_option, print_json, table
+from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.formats.moments import show_time
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.settings import Settings, load_settings
 
 
 @click.command()

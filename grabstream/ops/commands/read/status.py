@@ -15,14 +15,13 @@ from psycopg.rows import dict_row
 from redis.exceptions import RedisError
 from rich.markup import escape
 
-from grabstream.lua.gate.calls import now_ms
-from grabstream.ops.connections.opening import key_space, mixed_systems, open_redis
-from grabstream.ops.connections.preconditions import ConditionNotMet, require_postgres
-from grabstream.ops.connections.worker_reports import read_reports
+from grabstream.connections.opening import key_space, mixed_systems, open_redis
+from grabstream.connections.preconditions import ConditionNotMet, require_postgres
+from grabstream.connections.worker_reports import read_reports
+from grabstream.gate.calls import now_ms
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.diagnosis.shards import read_shards
 from grabstream.ops.diagnosis.slow_scripts import script_calls, slow_scripts
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import cursors
 from grabstream.projections.checking import verified
 from grabstream.projections.database.migrate import use_schema
@@ -30,6 +29,7 @@ from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS, definition_of
 from grabstream.projections.records import set_aside, webhooks
 from grabstream.projections.versions import NoReadModel, lost, versions, writable_version
+from grabstream.settings import Settings, load_settings
 from grabstream.streams import brokers
 from grabstream.streams.clients import in_words, started
 

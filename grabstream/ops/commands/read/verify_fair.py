@@ -7,14 +7,15 @@ from typing import Literal
 
 import click
 
+from grabstream.connections.event_sources import NoTrail
+from grabstream.models.bounds import counted
 from grabstream.models.events import AnyEvent
 from grabstream.models.fairness import CannotVerify, Fairness, verify_fairness
 from grabstream.models.identifiers import is_id
 from grabstream.models.journal import Corrupt, Gap
-from grabstream.ops.connections.event_sources import NoTrail
-from grabstream.ops.console.output import console, counted, json_option, print_json
+from grabstream.ops.console.output import console, json_option, print_json
 from grabstream.ops.history import read_events
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.settings import Settings, load_settings
 
 
 @click.command("verify-fair")

@@ -16,6 +16,10 @@ import msgspec
 import psycopg
 from psycopg import OperationalError
 
+from grabstream.connections.event_sources import NoTrail, open_history
+from grabstream.connections.identity import OtherSystem
+from grabstream.connections.opening import check_system, checked_books
+from grabstream.models.bounds import counted
 from grabstream.models.events import AnyEvent, OfferClosed, OfferOpened
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.journal import Corrupt, Gap
@@ -23,17 +27,14 @@ from grabstream.models.runs import singles
 from grabstream.models.whatif.numbers import Numbers
 from grabstream.models.whatif.twins import CannotChange, Differs, Twins, type_of
 from grabstream.ops.commands.offers.through_a_gate import complain_of_all, plain_console, read_text
-from grabstream.ops.connections.event_sources import NoTrail, open_history
-from grabstream.ops.connections.identity import OtherSystem
-from grabstream.ops.connections.opening import check_system, checked_books
-from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json, table
+from grabstream.ops.console.output import WholeNumber, json_option, print_json, table
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.offer_files import BadOfferFile, form_of
 from grabstream.ops.formats.replay_request import archive_option, require_archive
 from grabstream.ops.formats.whatif_files import WhatIf, read_whatif
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.history.chunks import Point, up_to
 from grabstream.streams.history.sources import Source
 from grabstream.streams.replaying.replay import Stretch, plan

@@ -12,22 +12,23 @@ from psycopg import AsyncConnection
 from redis.exceptions import RedisError, ResponseError
 from rich.text import Text
 
+from grabstream.connections.opening import checked_books, key_space, open_redis
+from grabstream.models.bounds import counted
 from grabstream.models.currencies import shown_amount
 from grabstream.models.events import encode_event
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.models.transfers import transfers_of
 from grabstream.ops.commands.read.show import complain_of_unknown_offer
-from grabstream.ops.connections.opening import checked_books, key_space, open_redis
-from grabstream.ops.console.output import console, counted, json_option, print_json
+from grabstream.ops.console.output import console, json_option, print_json
 from grabstream.ops.diagnosis.counters import Counted
 from grabstream.ops.diagnosis.evidence import BooksEvidence, is_about, read_books, read_redis
 from grabstream.ops.diagnosis.story import Moment, tell
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.named_users import user_named
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import cursors
 from grabstream.projections.records import set_aside
+from grabstream.settings import Settings, load_settings
 
 
 @click.command()

@@ -8,12 +8,13 @@ from typing import Any
 
 import click
 
+from grabstream.connections.opening import check_system
+from grabstream.models.bounds import counted
 from grabstream.ops.commands.rebuild.replay import EXIT_BROKEN_PIPE
-from grabstream.ops.connections.opening import check_system
-from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json
+from grabstream.ops.console.output import WholeNumber, json_option, print_json
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.history.dump import dump_lines
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics

@@ -11,21 +11,22 @@ import click
 from psycopg import OperationalError
 from psycopg.errors import UndefinedTable
 
+from grabstream.connections.event_sources import NoTrail, open_history
+from grabstream.connections.identity import find_journal
+from grabstream.connections.opening import check_system
 from grabstream.extras import INSTALL_ANALYSTS, installed
+from grabstream.models.bounds import counted
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.ops.commands.operate.worker import step_of
-from grabstream.ops.connections.event_sources import NoTrail, open_history
-from grabstream.ops.connections.identity import find_journal
-from grabstream.ops.connections.opening import check_system
-from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json
+from grabstream.ops.console.output import WholeNumber, json_option, print_json
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import ArchiveAddress
-from grabstream.ops.settings import BadSettings, Settings, load_settings
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.settings import BadSettings, Settings, load_settings
 from grabstream.streams.history.archive import Archive, ArchiveSystem, open_archive
 from grabstream.streams.history.archive_source import parts_in
 from grabstream.streams.history.sources import AuditSource, JournalSource, Source

@@ -10,14 +10,15 @@ from typing import Final
 
 import click
 
+from grabstream.connections.opening import check_system, system_of
+from grabstream.models.bounds import counted
 from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.commands.operate.worker import step_of
-from grabstream.ops.connections.opening import check_system, system_of
-from grabstream.ops.console.output import counted, json_option, print_json
+from grabstream.ops.console.output import json_option, print_json
 from grabstream.ops.console.progress import ProgressLine, ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.following import follow_into
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.following.sinks import EventSink, FileSink, SinkDamaged
 from grabstream.streams.following.user_projection import CannotRun, Projection
 from grabstream.streams.following.user_projection import follow as follow_journal

@@ -12,12 +12,12 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import click
 
+from grabstream.connections.opening import check_system, key_space, open_redis, where_of
 from grabstream.models.bounds import counted
 from grabstream.ops.commands.operate.worker import step_of
 from grabstream.ops.commands.rebuild.redis_shards import redis_command
 from grabstream.ops.commands.rebuild.results import RebuildResult, print_result
 from grabstream.ops.commands.rebuild.steps import STATES, EventSource, ModelRebuild, SwitchOptions
-from grabstream.ops.connections.opening import check_system, key_space, open_redis, where_of
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
 from grabstream.ops.console.progress import ProgressLine
 from grabstream.ops.console.stopping import run_until_stopped
@@ -28,9 +28,9 @@ from grabstream.ops.initialization import (
     require_all_but_the_journal,
     take_new_journal,
 )
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import NoReadModel
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildRefused, open_rebuild
 from grabstream.streams.rebuilding.restore import Restore
 from grabstream.streams.topics import Topics, create_topics

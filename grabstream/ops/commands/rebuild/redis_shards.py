@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from grabstream.lua.keys import SHARD_FIELDS, ShardKeys
-from grabstream.models.bounds import counted
-from grabstream.ops.connections.opening import (
+from grabstream.connections.opening import (
     check_system,
     key_space,
     open_redis,
@@ -23,11 +21,13 @@ from grabstream.ops.connections.opening import (
     sealer,
     snapshots,
 )
+from grabstream.lua.keys import SHARD_FIELDS, ShardKeys
+from grabstream.models.bounds import counted
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.console.progress import ProgressLine
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.diagnosis.findings import RESTORE
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.relaying.leases import BY_HAND, RENEWALS_PER_LEASE, by_hand, request_lease, text_of
 from grabstream.streams.relaying.ownership import NewerProgram, NotReconciled, SteppedDown

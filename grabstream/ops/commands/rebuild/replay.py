@@ -16,17 +16,18 @@ import psycopg
 from msgspec import structs
 from psycopg import OperationalError
 
+from grabstream.connections.event_sources import NoTrail, open_history
+from grabstream.connections.identity import OtherSystem, find_journal
+from grabstream.connections.opening import check_system, checked_books
+from grabstream.models.bounds import counted
 from grabstream.models.journal import Corrupt, Gap
-from grabstream.ops.connections.event_sources import NoTrail, open_history
-from grabstream.ops.connections.identity import OtherSystem, find_journal
-from grabstream.ops.connections.opening import check_system, checked_books
-from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json
+from grabstream.ops.console.output import WholeNumber, json_option, print_json
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import ReplayRequest, archive_option, request, require_archive
-from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.sessions import connect
+from grabstream.settings import Settings, load_settings
 from grabstream.streams.clients import started
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.projecting.publisher import event_source, make_producer

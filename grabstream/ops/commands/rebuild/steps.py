@@ -8,13 +8,13 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from grabstream.connections.opening import check_system, where_of
 from grabstream.models.bounds import counted
 from grabstream.ops.commands.rebuild.results import RebuildResult
-from grabstream.ops.connections.opening import check_system, where_of
-from grabstream.ops.settings import Settings
 from grabstream.projections.checking.difference import TableDifference
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.versions import Version
+from grabstream.settings import Settings
 from grabstream.streams.rebuilding.reading import RebuildSource, open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import Rebuild, RebuildRefused
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from grabstream.lua.gate.gate import Gate
+from grabstream.gate.gate import Gate
 from grabstream.models.commands import Grab
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.over_http.crowd import Crowd, Visitor, requests_of
 from grabstream.workshop.rehearsal.over_http.door import HttpDoor
 from grabstream.workshop.rehearsal.over_http.measured import Answered, Measured, timeline
