@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from grabstream.gate.signing import Purpose, SigningKeys
+from grabstream.crypto.signing import Purpose, SigningKeys
 
 #: The classes of tickets, in turn, and what one costs in cents, as TigerFans sells them.
 PRICES = {"A": 6_500, "B": 3_500}

@@ -17,9 +17,9 @@ import redis
 import redis.asyncio
 from pydantic import SecretStr
 
+from grabstream.crypto.sealing import Sealer, new_seal_key
 from grabstream.gate.calls import GateLimits
 from grabstream.gate.gate import Gate
-from grabstream.gate.sealing import Sealer, new_seal_key
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.running import run_script
 from grabstream.lua.script_client import ScriptClient

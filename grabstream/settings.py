@@ -836,7 +836,7 @@ class Settings(BaseSettings):
     @classmethod
     def _can_be_read(cls, value: SecretStr) -> SecretStr:
         if value.get_secret_value() and installed("cryptography"):
-            from grabstream.gate.sealing import Sealer
+            from grabstream.crypto.sealing import Sealer
 
             Sealer.from_text(value.get_secret_value())
         return value
@@ -845,7 +845,7 @@ class Settings(BaseSettings):
     @classmethod
     def _can_be_verified_with(cls, value: SecretStr) -> SecretStr:
         if value.get_secret_value() and installed("jwt"):
-            from grabstream.gate.tickets import TicketKeys
+            from grabstream.crypto.tickets import TicketKeys
 
             TicketKeys.from_text(value.get_secret_value())
         return value
@@ -854,7 +854,7 @@ class Settings(BaseSettings):
     @classmethod
     def _can_be_signed_with(cls, value: SecretStr) -> SecretStr:
         if value.get_secret_value() and installed("jwt"):
-            from grabstream.gate.signing import SigningKeys
+            from grabstream.crypto.signing import SigningKeys
 
             SigningKeys.from_text("GRAB_PAYMENT_KEYS", value.get_secret_value())
         return value
@@ -863,7 +863,7 @@ class Settings(BaseSettings):
     @classmethod
     def _can_be_encrypted_with(cls, value: SecretStr) -> SecretStr:
         if value.get_secret_value() and installed("jwt"):
-            from grabstream.gate.encryption import EncryptionKey
+            from grabstream.crypto.encryption import EncryptionKey
 
             EncryptionKey.from_text("GRAB_PAYMENT_ENCRYPTION_KEY", value.get_secret_value())
         return value
@@ -872,7 +872,7 @@ class Settings(BaseSettings):
     @classmethod
     def _are_public_keys(cls, value: str) -> str:
         if value and installed("jwt"):
-            from grabstream.gate.signing import PublicKeys
+            from grabstream.crypto.signing import PublicKeys
 
             PublicKeys.from_text("GRAB_OPERATOR_KEYS", value)
         return value
@@ -1065,7 +1065,7 @@ class Settings(BaseSettings):
         `who`: it opens what others have sealed.
         """
         self.require_seal_keys()
-        from grabstream.gate.sealing import Sealer
+        from grabstream.crypto.sealing import Sealer
 
         if only := Sealer.from_text(self.seal_keys.get_secret_value()).only_sealing:
             raise BadSettings(

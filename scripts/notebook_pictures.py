@@ -23,7 +23,7 @@ from grabstream.models.identifiers import shard_of
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from grabstream.models.rules import Decided, ShardState, decide, sweep
 from grabstream.ops.initialization import make_system
-from grabstream.projections.records import demand
+from grabstream.projections.tables import demand
 from grabstream.settings import Settings, child_environment, load_settings
 from grabstream.streams.clients import started
 from grabstream.streams.projecting.projector import CatchUp

@@ -20,7 +20,7 @@ from grabstream.gate.calls import now_ms
 from grabstream.gate.gate import Gate
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
-from grabstream.projections.records import webhooks as records
+from grabstream.projections.tables import webhooks as stored
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
 from grabstream.workshop.rehearsal.stage import GATEWAY, WORKERS, set_up
@@ -96,8 +96,8 @@ async def subscribe(settings: Settings, url: str) -> None:
         for name, (types, offers) in wanted.items():
             webhook = f"wh-{name}"
             sealed = sealer(settings).seal(0, webhook, SEALED_FOR, new_secret())
-            await records.add(connection, webhook, f"{url}/{name}", types, offers, sealed, None)
-        await records.set_state(connection, "wh-letters", "paused")
+            await stored.add(connection, webhook, f"{url}/{name}", types, offers, sealed, None)
+        await stored.set_state(connection, "wh-letters", "paused")
 
 
 async def received(got: Got) -> web.StreamResponse:

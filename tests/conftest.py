@@ -27,7 +27,7 @@ from pydantic import SecretStr
 
 from grabstream.connections.opening import open_redis
 from grabstream.connections.redis_servers import masters
-from grabstream.gate.sealing import new_seal_key
+from grabstream.crypto.sealing import new_seal_key
 from grabstream.settings import Settings, child_environment, load_settings
 from grabstream.workshop.rehearsal.stage import take_down
 from grabstream.workshop.services import LocalServices, free_ports, local

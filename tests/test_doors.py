@@ -22,8 +22,8 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from grabstream.gate.signing import NotSigned, Purpose, SigningKeys
-from grabstream.gate.tickets import Ticket, TicketKeys
+from grabstream.crypto.signing import NotSigned, Purpose, SigningKeys
+from grabstream.crypto.tickets import Ticket, TicketKeys
 from grabstream.models.answers import Answer, decode_answer, encode_answer
 from grabstream.models.bounds import REASON_BYTES_MAX, REJECTED_OF_ARRAY_MAX, quoted, shortened
 from grabstream.models.commands import (

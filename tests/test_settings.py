@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from grabstream.gate.sealing import new_seal_key
+from grabstream.crypto.sealing import new_seal_key
 from grabstream.models.bounds import REASON_BYTES_MAX
 from grabstream.ops.cli import grabstream
 from grabstream.ops.diagnosis.findings import address as finding_address

@@ -8,7 +8,7 @@ from typing import Any
 from psycopg import AsyncConnection
 
 from grabstream.projections.database.system import read_identity
-from grabstream.projections.records import journal_keys as recorded
+from grabstream.projections.tables import journal_keys as recorded
 from grabstream.settings import BadSettings, Settings
 from grabstream.streams.journal_keys import JournalKeys, in_base64, journal_keys, lacking
 

@@ -14,9 +14,9 @@ from weakref import WeakSet
 
 from pydantic import SecretStr
 
-from grabstream.gate.encryption import EncryptionKey
-from grabstream.gate.signing import PublicKeys, SigningKeys
-from grabstream.gate.tickets import TicketKeys
+from grabstream.crypto.encryption import EncryptionKey
+from grabstream.crypto.signing import PublicKeys, SigningKeys
+from grabstream.crypto.tickets import TicketKeys
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.settings import BadSettings, Settings, content_of, files_of, listed, variable_of
 from grabstream.streams.journal_keys import JournalKeys, journal_keys, use_keys

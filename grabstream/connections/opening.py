@@ -34,15 +34,15 @@ from grabstream.connections.redis_cluster import ClusterClient
 from grabstream.connections.redis_servers import information
 from grabstream.connections.seal_keys import require_seal_keys
 from grabstream.connections.user_keys import KeysOfUsers
+from grabstream.crypto.encryption import EncryptionKey
+from grabstream.crypto.sealing import Sealer
+from grabstream.crypto.signing import SigningKeys
+from grabstream.crypto.tickets import TicketKeys
 from grabstream.gate.authority import Authority
 from grabstream.gate.calls import GateLimits, now_ms
 from grabstream.gate.decided import LostDecision
-from grabstream.gate.encryption import EncryptionKey
 from grabstream.gate.gate import Gate
 from grabstream.gate.refusals import Refusal, RefusalLog, RefusalSample, Write, writing
-from grabstream.gate.sealing import Sealer
-from grabstream.gate.signing import SigningKeys
-from grabstream.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.script_client import ScriptClient, cancellable
 from grabstream.models.calendar import DAY_MS
@@ -53,8 +53,8 @@ from grabstream.projections.checking.snapshots import events_of, newest, payment
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import bound_locks, connect
 from grabstream.projections.database.system import Identity
-from grabstream.projections.records import refusals
-from grabstream.projections.records.recoveries import record_lost, record_recovery
+from grabstream.projections.tables import refusals
+from grabstream.projections.tables.recoveries import record_lost, record_recovery
 from grabstream.runtime.trouble import is_trouble
 from grabstream.settings import BadSettings, Settings, cluster_address, is_cluster
 from grabstream.streams.clients import in_words

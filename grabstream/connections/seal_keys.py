@@ -7,9 +7,9 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from grabstream.gate.sealing import Sealer
-from grabstream.projections.records import seal_keys
-from grabstream.projections.records.seal_keys import SealKey
+from grabstream.crypto.sealing import Sealer
+from grabstream.projections.tables import seal_keys
+from grabstream.projections.tables.seal_keys import SealKey
 from grabstream.settings import BadSettings, Settings
 
 

@@ -13,12 +13,12 @@ from typing import Any, Final
 import psycopg
 from psycopg import AsyncConnection
 
+from grabstream.crypto.sealing import CannotOpen, Sealer
 from grabstream.gate.personal import KEY_BYTES, KeysUnavailable, UserKey
-from grabstream.gate.sealing import CannotOpen, Sealer
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
-from grabstream.projections.records import user_keys
-from grabstream.projections.records.user_keys import SealedUserKey
+from grabstream.projections.tables import user_keys
+from grabstream.projections.tables.user_keys import SealedUserKey
 
 log = logging.getLogger(__name__)
 

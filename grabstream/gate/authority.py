@@ -10,7 +10,7 @@ Where the keys are not set, a signed text is refused: it could not be verified, 
 
 from typing import Final
 
-from grabstream.gate.signing import NotSigned, PublicKeys, Purpose, SigningKeys
+from grabstream.crypto.signing import NotSigned, PublicKeys, Purpose, SigningKeys
 from grabstream.models.approvals import check_approval, operator_of
 from grabstream.models.bounds import quoted
 from grabstream.models.commands import APPROVAL_LENGTH_MAX, Adjust, AnyCommand, Confirm, OfferCommand

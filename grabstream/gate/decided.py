@@ -21,12 +21,12 @@ from typing import Any, Final, NamedTuple
 
 from grabstream.gate.journaled import HistoryChanged, Journaled
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.measures import GateMeasures
 from grabstream.lua.records import read_answer, read_grab_of_part
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab
 from grabstream.models.identifiers import campaign_of
 from grabstream.runtime.ending import end
+from grabstream.runtime.measures import GateMeasures
 from grabstream.runtime.trouble import suppressed_trouble
 
 log = logging.getLogger(__name__)

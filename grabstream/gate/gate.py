@@ -30,6 +30,8 @@ from itertools import groupby, repeat
 from operator import attrgetter
 from typing import Any, Final
 
+from grabstream.crypto.sealing import Sealer
+from grabstream.crypto.tickets import TicketKeys
 from grabstream.gate import encoding, personal
 from grabstream.gate.authority import Authority
 from grabstream.gate.batches import Batch, PlainBatch, batch_of, joined, plain_batch
@@ -58,14 +60,10 @@ from grabstream.gate.queue import (
     whole_baskets,
 )
 from grabstream.gate.refusals import RefusalLog
-from grabstream.gate.sealing import Sealer
 from grabstream.gate.single import Promise, SingleCommand, Then, not_journaled
 from grabstream.gate.sizes import CALL_BYTES_MAX, fitting
 from grabstream.gate.staging import ScriptCall
-from grabstream.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.measures import GateMeasures
-from grabstream.lua.traces import traces
 from grabstream.models.answers import Answer, refusal
 from grabstream.models.commands import (
     AnyCommand,
@@ -83,6 +81,8 @@ from grabstream.models.money import AMOUNT_MAX, Invalid
 from grabstream.models.offers import EnvelopeTerms, Terms
 from grabstream.models.outcomes import OUTCOME_NAMES, Outcome, OutcomeUnknown
 from grabstream.runtime.ending import end
+from grabstream.runtime.measures import GateMeasures
+from grabstream.runtime.traces import traces
 from grabstream.runtime.trouble import is_trouble
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from grabstream.gateway.problems import JSON, NOT_KEPT, SECURE_HEADERS, Problem,
 from grabstream.gateway.requests import Request, check_body_names, query_of
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id
-from grabstream.projections.records import webhooks as records
+from grabstream.projections.tables import webhooks as stored
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class ChangesOfWebhooks:
         query_of(request, ())
         state = _decoded(_decode_state, body).state
         webhook = request.path["webhook"]
-        if not await self._books.change(lambda session: records.set_state(session, webhook, state)):
+        if not await self._books.change(lambda session: stored.set_state(session, webhook, state)):
             raise no_such_webhook(webhook)
         return Reply(200, _encode({"webhook": webhook, "state": state}), _HEADERS)
 
@@ -68,18 +68,18 @@ class ChangesOfWebhooks:
             raise invalid(f"offer: must match {ID_PATTERN.strip('^$')}, got {quoted(offer)}")
         webhook = request.path["webhook"]
 
-        count = await self._change(webhook, lambda session: records.resend(session, webhook, offer))
+        count = await self._change(webhook, lambda session: stored.resend(session, webhook, offer))
         return Reply(200, _encode({"webhook": webhook, "resent": count}), _HEADERS)
 
     async def webhook_discard(self, request: Request, body: bytes) -> Reply:
         """POST /v1/webhooks/{webhook}/discard"""
         query_of(request, ())
         event = _decoded(_decode_discard, body).event
-        named = records.event_of(event)
+        named = stored.event_of(event)
         if named is None:
             raise invalid(f"event: must be written as SHARD-SEQ, got {quoted(event)}")
         webhook = request.path["webhook"]
-        is_discarded = await self._change(webhook, lambda session: records.discard(session, webhook, *named))
+        is_discarded = await self._change(webhook, lambda session: stored.discard(session, webhook, *named))
         return Reply(200, _encode({"webhook": webhook, "event": event, "discarded": is_discarded}), _HEADERS)
 
     async def _change(self, webhook: str, change: Callable[[AsyncConnection[Any]], Awaitable[T]]) -> T:

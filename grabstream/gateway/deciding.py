@@ -36,12 +36,12 @@ from grabstream.gateway.requests import (
     promise_of,
     settling_of,
 )
-from grabstream.lua.traces import traceparent_of, traces
 from grabstream.models.answers import Answer, without_codes
 from grabstream.models.commands import AnyCommand, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.refusal_words import refusal_of_basket
+from grabstream.runtime.traces import traceparent_of, traces
 
 #: How many parts of an envelope a gate draws and writes per millisecond at least, next to other work.
 PARTS_A_MILLISECOND: Final = 50

@@ -1,10 +1,10 @@
-"""What a gateway counts while it works (`lua/measures.py`)."""
+"""What a gateway counts while it works (`runtime/measures.py`)."""
 
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
-from grabstream.lua.measures import WORK_SECONDS_BOUNDS, Histogram
+from grabstream.runtime.measures import WORK_SECONDS_BOUNDS, Histogram
 
 #: The operation of a request that no route takes, or that was refused before its route was known.
 NO_OPERATION: Final = "none"

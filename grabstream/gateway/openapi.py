@@ -29,7 +29,7 @@ from grabstream.models.vocabulary.documents import (
     WebhookResent,
     WebhookState,
 )
-from grabstream.projections.records.webhooks import EVENT_PATTERN
+from grabstream.projections.tables.webhooks import EVENT_PATTERN
 
 OPENAPI_VERSION: Final = "3.1.0"
 INT32_MAX: Final = 2**31 - 1

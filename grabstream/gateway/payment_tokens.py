@@ -8,8 +8,8 @@ kept anywhere, and is part of no event.
 from collections.abc import Mapping
 from typing import Any
 
-from grabstream.gate.encryption import EncryptionKey
-from grabstream.gate.signing import Purpose, SigningKeys
+from grabstream.crypto.encryption import EncryptionKey
+from grabstream.crypto.signing import Purpose, SigningKeys
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.outcomes import Outcome
 from grabstream.models.payments import PaymentToken, encode_claims

@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 from starlette.types import Scope
 
+from grabstream.crypto.signing import NotSigned, Purpose, SigningKeys
 from grabstream.gate.gate import Gate
-from grabstream.gate.signing import NotSigned, Purpose, SigningKeys
 from grabstream.gateway.address_rates import AddressRates
 from grabstream.gateway.problems import (
     JSON,

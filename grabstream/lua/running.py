@@ -12,7 +12,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from grabstream.lua import loader
 from grabstream.lua.keys import state_key_beside
 from grabstream.lua.library import LibraryMissing, is_missing, library, why_unusable
-from grabstream.lua.measures import FUNCTION_SECONDS
+from grabstream.runtime.measures import FUNCTION_SECONDS
 
 #: Scripts that run before or at the first step of a takeover, so they run without the library too.
 _BEFORE_TAKEOVER: Final = frozenset({"lease", "pass_lease", "raise_term", "server_epoch", "time"})

@@ -17,9 +17,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 
-from grabstream.lua.measures import FUNCTION_SECONDS, GateMeasures, Histogram
 from grabstream.metrics.catalogue import BY_NAME, Metric, Process, metrics_of
 from grabstream.models.outcomes import OUTCOME_NAMES
+from grabstream.runtime.measures import FUNCTION_SECONDS, GateMeasures, Histogram
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import in_words
 

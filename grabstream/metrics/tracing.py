@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from importlib import metadata
 from typing import Any, Final
 
-from grabstream.lua.traces import Ids, Span, Traces, ids_of, use_traces
+from grabstream.runtime.traces import Ids, Span, Traces, ids_of, use_traces
 from grabstream.settings import Settings
 
 SEND_SECONDS_MAX: Final = 2.0

@@ -18,7 +18,7 @@ from grabstream.metrics.exposition import Exposition, Samples, add_gate, add_rea
 from grabstream.metrics.state import Ask
 from grabstream.projections import cursors
 from grabstream.projections.checking import verified
-from grabstream.projections.records import set_aside, webhooks
+from grabstream.projections.tables import set_aside, webhooks
 from grabstream.projections.versions import NoReadModel
 from grabstream.settings import Settings
 from grabstream.streams.clients import TROUBLES

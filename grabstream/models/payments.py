@@ -1,5 +1,5 @@
 """Messages about a payment between the system and the payment side, as claims of signed texts
-(`gate/signing.py`), and the commands that follow from it.
+(`crypto/signing.py`), and the commands that follow from it.
 
 A payment token names what is due for a hold, a receipt the result of a payment, a query the holds that end
 soon, and its answer what is known about them. Names and units are those of answers: amounts in minor units,

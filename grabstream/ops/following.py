@@ -10,10 +10,10 @@ from grabstream.ops.event_cursor import EventCursor
 from grabstream.projections.cursors import single_facts
 from grabstream.settings import Settings
 from grabstream.streams.clients import Trouble
+from grabstream.streams.follower import Follower, Group, poll_journal
 from grabstream.streams.following.sinks import EventSink, SinkDamaged
 from grabstream.streams.history.sources import JournalSource, Start
 from grabstream.streams.journal import JournalReader
-from grabstream.streams.projecting.follower import Follower, Group, poll_journal
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from grabstream.models.runs import AnyLine, singles
 from grabstream.ops.event_cursor import EventCursor
 from grabstream.projections.cursors import Fact
 from grabstream.settings import Settings
+from grabstream.streams.follower import Chunk
 from grabstream.streams.history.chunks import Point, up_to
-from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.replaying.replay import Stretch, plan
 from grabstream.streams.replaying.selection import Selection, Wanted
 

@@ -30,7 +30,7 @@ from grabstream.connections.libraries import ServerLibraries, delete_others, loa
 from grabstream.connections.opening import key_space, open_redis
 from grabstream.connections.preconditions import require_new_topics, require_postgres
 from grabstream.connections.seal_keys import compare, record_seal_keys
-from grabstream.gate.sealing import Sealer
+from grabstream.crypto.sealing import Sealer
 from grabstream.projections.database.locks import waiting_at_most
 from grabstream.projections.database.migrate import EarlierForm, migrate, require_form, use_schema
 from grabstream.projections.database.sessions import connect
@@ -41,7 +41,7 @@ from grabstream.projections.database.system import (
     why_not_for_a_system,
     write_identity,
 )
-from grabstream.projections.records import journal_keys, seal_keys
+from grabstream.projections.tables import journal_keys, seal_keys
 from grabstream.runtime.trouble import is_trouble
 from grabstream.settings import BadSettings, Settings, variable_of
 from grabstream.streams.clients import in_words

@@ -1,3 +1,3 @@
-"""What every process needs: which errors are the loss of a server, how tasks end and pause, and how to query
-a foreign server over HTTP.
+"""What every process needs: which errors are the loss of a server, how tasks end and pause, counters and
+traces, and how to query a foreign server over HTTP.
 """

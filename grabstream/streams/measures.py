@@ -1,9 +1,9 @@
-"""The counters of a worker (`lua/measures.py`): one object for all roles of the process."""
+"""The counters of a worker (`runtime/measures.py`): one object for all roles of the process."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from grabstream.lua.measures import WORK_SECONDS_BOUNDS, GateMeasures, Histogram
+from grabstream.runtime.measures import WORK_SECONDS_BOUNDS, GateMeasures, Histogram
 
 
 class RelayMeasures:

@@ -21,12 +21,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
+from grabstream.crypto.sealing import Sealer
+from grabstream.crypto.tickets import TicketKeys
 from grabstream.gate.calls import GateLimits
 from grabstream.gate.gate import Gate
 from grabstream.gate.personal import UserKeys
 from grabstream.gate.refusals import RefusalLog, writing
-from grabstream.gate.sealing import Sealer
-from grabstream.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.runtime.ending import end, running
 from grabstream.runtime.trouble import is_trouble

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from grabstream.connections.key_files import KeyFiles
 from grabstream.connections.opening import gate_limits, payment_keys, ticket_keys
-from grabstream.gate.signing import NotSigned, Purpose, SigningKeys, sign_with
+from grabstream.crypto.signing import NotSigned, Purpose, SigningKeys, sign_with
 from grabstream.settings import load_settings
 from grabstream.streams.journal_keys import journal_keys, new_key_pair, use_keys
 

@@ -10,13 +10,13 @@ from pydantic import SecretStr
 
 from grabstream.connections.opening import checked_books, open_gate
 from grabstream.connections.seal_keys import WrongSealKeys
-from grabstream.gate.sealing import Sealer, new_seal_key
+from grabstream.crypto.sealing import Sealer, new_seal_key
 from grabstream.models.commands import Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.initialization import make_system
 from grabstream.projections.database.sessions import connect
-from grabstream.projections.records import seal_keys
+from grabstream.projections.tables import seal_keys
 from grabstream.settings import Settings
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream

@@ -20,7 +20,7 @@ from grabstream.gateway.callers import SCOPES
 from grabstream.models.answers import Answer, decode_answer, refusal
 from grabstream.models.commands import AnyCommand, Close, Grab, Open
 from grabstream.models.outcomes import NOT_DECIDED, Outcome, OutcomeUnknown
-from grabstream.projections.records import api_keys
+from grabstream.projections.tables import api_keys
 from grabstream.settings import Settings
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import Redis

@@ -18,8 +18,8 @@ from pydantic import SecretStr
 
 from grabstream.connections.opening import key_space, open_gate, open_redis
 from grabstream.connections.redis_cluster import slot_of
+from grabstream.crypto.sealing import new_seal_key
 from grabstream.gate.gate import Gate
-from grabstream.gate.sealing import new_seal_key
 from grabstream.lua.keys import KeySpace
 from grabstream.ops.initialization import make_system
 from grabstream.settings import Settings, load_settings

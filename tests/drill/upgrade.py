@@ -22,7 +22,7 @@ import click
 import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-from grabstream.gate.sealing import new_seal_key
+from grabstream.crypto.sealing import new_seal_key
 from grabstream.models.answers import Answer, decode_answer, encode_answer
 from grabstream.models.commands import Adjust, Confirm, Grab, Open, encode_command
 from grabstream.models.entries import Entry

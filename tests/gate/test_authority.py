@@ -9,10 +9,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.structs import replace
 
+from grabstream.crypto.signing import PublicKeys, Purpose, sign_with
+from grabstream.crypto.tickets import sign as sign_ticket
 from grabstream.gate.authority import Authority
 from grabstream.gate.gate import Gate
-from grabstream.gate.signing import PublicKeys, Purpose, sign_with
-from grabstream.gate.tickets import sign as sign_ticket
 from grabstream.models.approvals import approval_of, encode_approval
 from grabstream.models.commands import (
     APPROVAL_LENGTH_MAX,

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from grabstream.crypto.sealing import Sealer
+from grabstream.crypto.tickets import TicketKeys, sign
 from grabstream.gate.gate import Gate
-from grabstream.gate.sealing import Sealer
-from grabstream.gate.tickets import TicketKeys, sign
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (

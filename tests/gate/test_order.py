@@ -18,10 +18,10 @@ from grabstream.gate.calls import CallRefused, GateLimits
 from grabstream.gate.gate import Gate
 from grabstream.gate.queue import CallOrder, Lane, QueueEntry
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.measures import FUNCTION_SECONDS
 from grabstream.models.commands import Confirm, Grab
 from grabstream.models.events import decode_event
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
+from grabstream.runtime.measures import FUNCTION_SECONDS
 from tests.conftest import until
 from tests.lua.costs.measured_shard import scripts
 from tests.support.fake_relay import (

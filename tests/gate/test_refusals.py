@@ -10,7 +10,7 @@ from grabstream.gate.refusals import Refusal, RefusalLog, RefusalSample, writing
 from grabstream.models.answers import Answer, LimitState, refusal
 from grabstream.models.commands import Confirm, Grab
 from grabstream.models.outcomes import Outcome
-from grabstream.projections.records import refusals
+from grabstream.projections.tables import refusals
 from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grabstream.crypto.tickets import TicketKeys
 from grabstream.gate.batches import batch_of
 from grabstream.gate.calls import GateLimits
 from grabstream.gate.gate import Gate
 from grabstream.gate.queue import CallOrder, QueueEntry
-from grabstream.gate.tickets import TicketKeys
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import Limit, StockTerms
 from grabstream.models.outcomes import OutcomeUnknown

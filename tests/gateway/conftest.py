@@ -16,7 +16,7 @@ from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.books import BooksReader, open_books
 from grabstream.gateway.callers import SCOPES
 from grabstream.models.identifiers import shard_of
-from grabstream.projections.records import api_keys
+from grabstream.projections.tables import api_keys
 from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import Worker, make_system, until

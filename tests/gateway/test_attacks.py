@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import pytest
 
-from grabstream.gate import tickets
+from grabstream.crypto import tickets
 from grabstream.gateway.bounds import HEADERS_MAX, READ_SECONDS_MAX
 from grabstream.gateway.operations import OPERATIONS, Operation
 from tests.conftest import until

@@ -22,7 +22,7 @@ from grabstream.gateway.bounds import QUESTIONS_USER_MAX, REVOCATION_SECONDS_MAX
 from grabstream.gateway.operations import OPERATIONS, Operation
 from grabstream.models.pseudonyms import user_of
 from grabstream.models.vocabulary import StockTerms
-from grabstream.projections.records import api_keys
+from grabstream.projections.tables import api_keys
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import Redis
 from tests.conftest import until

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.gate.signing import Purpose
+from grabstream.crypto.signing import Purpose
 from grabstream.models.payments import AskedHold, PaymentQuery, decode_answer
 from grabstream.settings import Settings, child_environment
 from grabstream.workshop.rehearsal.payment_provider import HOW

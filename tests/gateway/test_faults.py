@@ -15,7 +15,7 @@ from grabstream.connections.opening import checked_books
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.models.outcomes import Outcome
 from grabstream.ops.initialization import make_system
-from grabstream.projections.records import api_keys
+from grabstream.projections.tables import api_keys
 from grabstream.settings import Settings
 from grabstream.workshop.services import LocalServices
 from tests.conftest import Worker, until

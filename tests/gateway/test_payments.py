@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grabstream.gate import tickets
-from grabstream.gate.signing import Purpose
+from grabstream.crypto import tickets
+from grabstream.crypto.signing import Purpose
 from grabstream.models.payments import TOKEN_LENGTH_MAX, encode_claims
 from grabstream.workshop.services import free_ports
 from tests.conftest import examples, until

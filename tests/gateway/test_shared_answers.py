@@ -22,7 +22,7 @@ from grabstream.gateway.cache_server import CacheServer
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.rates import RequestCounters, read_rates
 from grabstream.gateway.shared_answers import LIFE_MS, SharedAnswers
-from grabstream.projections.records import api_keys
+from grabstream.projections.tables import api_keys
 from grabstream.settings import Settings
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import Redis

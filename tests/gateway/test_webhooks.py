@@ -9,7 +9,7 @@ from playwright.async_api import Browser, expect
 
 from grabstream.connections.opening import checked_books
 from grabstream.models.vocabulary.documents import DOCUMENTS
-from grabstream.projections.records import webhooks as records
+from grabstream.projections.tables import webhooks as stored
 from grabstream.settings import Settings
 from tests.conftest import until
 from tests.gateway.conftest import Door, Guarded
@@ -36,12 +36,12 @@ async def webhook(door: Door, offer: str) -> AsyncIterator[str]:
     """A webhook with three parked events of one offer, and two of another that wait."""
     name = f"wh-{offer}"
     async with checked_books(door.settings) as connection:
-        await records.add(connection, name, "https://example.com/<hook>", ["grab.granted"], [], SEALED, 1)
+        await stored.add(connection, name, "https://example.com/<hook>", ["grab.granted"], [], SEALED, 1)
     await undeliver(door.settings, name, f"{offer}:a", "parked", range(1, 4))
     await undeliver(door.settings, name, f"{offer}:b", "waiting", range(11, 13))
     yield name
     async with checked_books(door.settings) as connection:
-        await records.remove(connection, name)
+        await stored.remove(connection, name)
 
 
 async def states(door: Door, webhook: str) -> list[Any]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from grabstream.connections.opening import open_gate
-from grabstream.lua.measures import Histogram
 from grabstream.metrics.answering import Answering
 from grabstream.metrics.catalogue import METRICS
 from grabstream.metrics.exposition import Exposition, Samples
@@ -22,6 +21,7 @@ from grabstream.metrics.worker_metrics import Since
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms
 from grabstream.ops.commands.operate.worker import worker_state
+from grabstream.runtime.measures import Histogram
 from grabstream.settings import Settings
 from grabstream.streams.clients import OUTAGES
 from tests.conftest import Worker, until

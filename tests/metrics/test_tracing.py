@@ -14,9 +14,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from grabstream import vocabulary
 from grabstream.client.over_kafka import KafkaClient
-from grabstream.lua.traces import Span, Traces, ids_of, traceparent_of
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Grab, encode_command
+from grabstream.runtime.traces import Span, Traces, ids_of, traceparent_of
 from grabstream.settings import Settings
 from grabstream.streams import brokers
 from grabstream.streams.clients import started

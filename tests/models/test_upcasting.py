@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.gate.sealing import new_seal_key
+from grabstream.crypto.sealing import new_seal_key
 from grabstream.models.events import (
     CURRENT_VERSIONS,
     EventDecoder,

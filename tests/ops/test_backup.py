@@ -12,7 +12,7 @@ from grabstream.connections.opening import checked_books, open_gate, open_redis
 from grabstream.models.commands import Grab, Open
 from grabstream.models.events import AnyEvent
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.projections.records import api_keys
+from grabstream.projections.tables import api_keys
 from grabstream.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics, retention_ms

@@ -15,14 +15,14 @@ import pytest
 from pydantic import SecretStr
 
 from grabstream.connections.opening import checked_books, open_gate, sealer
+from grabstream.crypto.sealing import new_seal_key
 from grabstream.gate.calls import now_ms
-from grabstream.gate.sealing import new_seal_key
 from grabstream.models.commands import Amend, Close, Grab, Load, Open
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms
 from grabstream.ops.commands.operate import reseal
 from grabstream.ops.diagnosis.examination import examine
-from grabstream.projections.records import seal_keys, webhooks
-from grabstream.projections.records.seal_keys import Uses
+from grabstream.projections.tables import seal_keys, webhooks
+from grabstream.projections.tables.seal_keys import Uses
 from grabstream.settings import Settings, child_environment
 from grabstream.streams.webhooks.messages import SEALED_FOR
 from grabstream.streams.webhooks.sending import secrets_now

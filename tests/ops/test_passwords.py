@@ -21,7 +21,7 @@ import pytest
 import redis as sync_redis
 from pydantic import SecretStr
 
-from grabstream.gate.sealing import new_seal_key
+from grabstream.crypto.sealing import new_seal_key
 from grabstream.ops.cli import VERBS
 from grabstream.settings import Settings, child_environment
 from grabstream.workshop.services import free_ports

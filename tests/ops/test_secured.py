@@ -35,7 +35,7 @@ from grabstream.client.over_http import Client
 from grabstream.client.over_kafka import KafkaClient
 from grabstream.connections.logins import refusal
 from grabstream.connections.opening import checked_books, open_redis
-from grabstream.gate.sealing import new_seal_key
+from grabstream.crypto.sealing import new_seal_key
 from grabstream.models.vocabulary import Grab
 from grabstream.projections.database.sessions import connect
 from grabstream.settings import BadSettings, Settings, child_environment, load_settings

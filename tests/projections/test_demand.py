@@ -6,7 +6,7 @@ import pytest
 
 from grabstream.connections.opening import checked_books
 from grabstream.ops.commands.operate.worker import _record_demand
-from grabstream.projections.records import demand
+from grabstream.projections.tables import demand
 from grabstream.settings import Settings
 from tests.support.projecting import rows
 

@@ -350,8 +350,8 @@ class World:
             release = RELEASES[number % len(RELEASES)]
             worker = release.module("streams.worker")
             # These look at commands, which are of the release that decodes them.
-            sealer = release.module("gate.sealing").Sealer(SEAL_KEYS)
-            tickets = release.module("gate.tickets").TicketKeys(TICKET_KEYS)
+            sealer = release.module("crypto.sealing").Sealer(SEAL_KEYS)
+            tickets = release.module("crypto.tickets").TicketKeys(TICKET_KEYS)
             settings = worker.WorkerSettings(
                 "simulated", PREFIX, SHARDS, 0, GATE, self.plan.block_events_max, LEASE_MS
             )

@@ -25,11 +25,11 @@ from pydantic import SecretStr
 from grabstream.client.over_http import AsyncClient
 from grabstream.client.over_kafka import KafkaClient
 from grabstream.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.crypto.sealing import Sealer, new_seal_key
 from grabstream.gate.gate import Gate
-from grabstream.gate.sealing import Sealer, new_seal_key
 from grabstream.ops.console.output import console, table
 from grabstream.ops.verification.verifying import verify
-from grabstream.projections.records import webhooks
+from grabstream.projections.tables import webhooks
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
 from grabstream.workshop.rehearsal.run import open_books, read_progress

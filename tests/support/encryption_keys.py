@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from grabstream.gate.encryption import DecryptionKey, EncryptionKey
+from grabstream.crypto.encryption import DecryptionKey, EncryptionKey
 
 _Curves = jwt.algorithms.ECAlgorithm
 

@@ -26,9 +26,9 @@ from grabstream.models.journal import (
     marker_headers,
 )
 from grabstream.models.runs import decode_line
+from grabstream.streams.follower import Decoded
 from grabstream.streams.journal import JournalRecord
 from grabstream.streams.journal_keys import JournalKeys, Signer
-from grabstream.streams.projecting.follower import Decoded
 from tests.support.runs import as_lines
 
 FOLDER: Final = Path(__file__).parents[1] / "golden" / "journal"

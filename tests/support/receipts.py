@@ -6,7 +6,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from hashlib import sha256
 from typing import Any
 
-from grabstream.gate.signing import Purpose, SigningKeys
+from grabstream.crypto.signing import Purpose, SigningKeys
 from grabstream.models.payments import TOKEN_LENGTH_MAX, PaymentToken, decode_token
 
 # The same in all processes of a parallel run, since they name tests.

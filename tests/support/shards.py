@@ -14,9 +14,9 @@ import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 
 from grabstream.connections.opening import cancellable
+from grabstream.crypto.sealing import Sealer
 from grabstream.gate.calls import GateLimits
 from grabstream.gate.gate import Gate
-from grabstream.gate.sealing import Sealer
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.library import library, load
 from grabstream.lua.running import run_script

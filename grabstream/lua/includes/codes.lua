@@ -1,9 +1,9 @@
 -- Coupon codes that are loaded in chunks. An offer takes each code once, although the scripts cannot read
 -- codes. A sealed code is `<key id>:<base64>` or `<key id>~box:<base64>`. The base64 begins with the name of
--- the code: within an offer, the same code sealed with the same key has the same name (gate/sealing.py).
+-- the code: within an offer, the same code sealed with the same key has the same name (crypto/sealing.py).
 -- Names are kept until the list is complete or the offer closes, because nothing can be loaded after that.
 
--- The name has NAME_LENGTH characters (gate/sealing.py).
+-- The name has NAME_LENGTH characters (crypto/sealing.py).
 local KEY_AND_NAME =
   '^([^:~]+)[^:]*:([%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/])'
 

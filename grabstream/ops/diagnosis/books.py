@@ -23,9 +23,9 @@ from grabstream.projections.database.locks import is_held
 from grabstream.projections.database.migrate import PROJECTIONS, missing_migrations
 from grabstream.projections.database.system import read_identity
 from grabstream.projections.database.zones import unknown_zones
-from grabstream.projections.records import journal_keys as recorded_keys
-from grabstream.projections.records import set_aside
-from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.projections.tables import journal_keys as recorded_keys
+from grabstream.projections.tables import set_aside
+from grabstream.projections.tables.set_aside import SetAsideRecord
 from grabstream.projections.versions import (
     Version,
     command_that_makes,

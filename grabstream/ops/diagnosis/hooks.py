@@ -9,7 +9,7 @@ from psycopg.rows import class_row
 from grabstream.models.bounds import counted
 from grabstream.ops.diagnosis.findings import Finding
 from grabstream.ops.diagnosis.topics import LATE_MS
-from grabstream.projections.records.webhooks import (
+from grabstream.projections.tables.webhooks import (
     OFFER_PLACES_MAX,
     PARKED_MAX,
     WAITING_EVENTS_MAX,

@@ -7,11 +7,11 @@ from psycopg import AsyncConnection
 from psycopg.errors import QueryCanceled
 
 from grabstream.connections.seal_keys import WrongSealKeys, compare_first
-from grabstream.gate.sealing import Sealer
+from grabstream.crypto.sealing import Sealer
 from grabstream.models.bounds import counted
 from grabstream.ops.diagnosis.findings import Finding
-from grabstream.projections.records import seal_keys
-from grabstream.projections.records.seal_keys import SealKey, Uses
+from grabstream.projections.tables import seal_keys
+from grabstream.projections.tables.seal_keys import SealKey, Uses
 from grabstream.settings import Settings
 
 #: How long counting what old keys have sealed may take.

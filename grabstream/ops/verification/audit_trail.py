@@ -11,7 +11,7 @@ from grabstream.models.journal import Accepted
 from grabstream.models.runs import AnyRun
 from grabstream.ops.verification.checks import Problems
 from grabstream.projections.checking.trail import COLUMNS, Row, row_of, row_read
-from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.projections.tables.set_aside import SetAsideRecord
 
 
 class AuditTrail:

@@ -20,8 +20,8 @@ from grabstream.ops.verification.signatures import Signatures
 from grabstream.projections.checking.rebuilt import REBUILT, RebuiltModels
 from grabstream.projections.cursors import Fact, load
 from grabstream.projections.database.migrate import PROJECTIONS
-from grabstream.projections.records import set_aside
-from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.projections.tables import set_aside
+from grabstream.projections.tables.set_aside import SetAsideRecord
 from grabstream.settings import Settings
 from grabstream.streams.history.archive import Archive
 from grabstream.streams.history.archive_source import archived_chunks

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from grabstream.connections.opening import key_space, sealer, snapshots
 from grabstream.connections.redis_servers import information
-from grabstream.gate.sealing import CannotOpen
+from grabstream.crypto.sealing import CannotOpen
 from grabstream.ops.verification.books import BooksComparison
 from grabstream.ops.verification.checks import POLL_SECONDS, VerificationCheck, VerificationProgress
 from grabstream.settings import BadSettings, Settings

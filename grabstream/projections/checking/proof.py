@@ -28,7 +28,7 @@ from grabstream.models.runs import AnyLine, decode_line, singles
 from grabstream.models.transfers import Transfer, transfers_of
 from grabstream.models.upcasting import NewerEvent
 from grabstream.projections.checking.trail import Row, row_of
-from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.projections.tables.set_aside import SetAsideRecord
 
 AUDIT: Final = "audit"
 LEDGER: Final = "ledger"

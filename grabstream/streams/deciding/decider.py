@@ -29,13 +29,13 @@ from aiokafka.errors import CommitFailedError, IllegalStateError
 
 from grabstream.gate.gate import Gate
 from grabstream.gate.queue import CallOrder
-from grabstream.lua.traces import traceparent_of, traces
 from grabstream.models.answers import Answer, encode_answer, without_codes
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import AnyCommand, Grab, basket_of
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.runtime.ending import end, first_to_end, running
 from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.traces import traceparent_of, traces
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams import brokers
 from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, in_words, started

@@ -13,10 +13,10 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from grabstream.crypto.sealing import Sealer
+from grabstream.crypto.signing import NotSigned, Purpose
 from grabstream.gate.calls import GateLimits, now_ms
 from grabstream.gate.gate import Gate
-from grabstream.gate.sealing import Sealer
-from grabstream.gate.signing import NotSigned, Purpose
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.models.money import Invalid
 from grabstream.models.payments import (

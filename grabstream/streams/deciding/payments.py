@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from grabstream.crypto.signing import SigningKeys
 from grabstream.gate.gate import Gate
-from grabstream.gate.signing import SigningKeys
 from grabstream.lua.keys import ShardKeys, ids_in
 from grabstream.lua.server import time_ms_of
 from grabstream.models.commands import Confirm, Release

@@ -26,10 +26,10 @@ from grabstream.projections.definitions import cursor_tables
 from grabstream.projections.versions import may_be_version
 from grabstream.runtime.ending import first_to_end, running
 from grabstream.streams.clients import Trouble
+from grabstream.streams.follower import RETRY_SECONDS, Follower, Group, poll_journal
 from grabstream.streams.following.user_transaction import Misbehaves, guard, only_read, write
 from grabstream.streams.history.sources import JournalSource, Start
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.follower import RETRY_SECONDS, Follower, Group, poll_journal
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR, CatchUp, Projector
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
 from grabstream.streams.replaying.replay import ReportReplay

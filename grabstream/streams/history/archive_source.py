@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 
 from grabstream.models.journal import Corrupt, Cursor
 from grabstream.projections.cursors import Fact
-from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.projections.tables.set_aside import SetAsideRecord
+from grabstream.streams.follower import Chunk
 from grabstream.streams.history.archive import Archive, ArchivedFile, ArchiveSystem, BadArchive, open_archive
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import (
@@ -20,7 +21,6 @@ from grabstream.streams.history.sources import (
 )
 from grabstream.streams.history.stores import Store, in_thread
 from grabstream.streams.journal import open_reader
-from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.topic_ids import find_topic
 
 #: Lines that are decoded at once.

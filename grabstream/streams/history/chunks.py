@@ -8,7 +8,7 @@ from typing import NamedTuple
 from grabstream.models.events import AnyEvent
 from grabstream.models.runs import AnyRun
 from grabstream.projections.cursors import Fact
-from grabstream.streams.projecting.follower import Chunk
+from grabstream.streams.follower import Chunk
 
 
 class Point(NamedTuple):

@@ -28,10 +28,10 @@ from grabstream.models.transfers import transfers_of
 from grabstream.projections import cursors
 from grabstream.projections.checking import trail
 from grabstream.projections.cursors import Fact, facts_of, follow
-from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.projections.tables.set_aside import SetAsideRecord
+from grabstream.streams.follower import Chunk, Decoded, FactsOf, next_chunk
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
-from grabstream.streams.projecting.follower import Chunk, Decoded, FactsOf, next_chunk
 
 #: The search for a point ends within this many records: reading them is as quick as one more step.
 NEAR_RECORDS: Final = 32

@@ -18,7 +18,6 @@ import msgspec
 import psycopg
 from psycopg import AsyncConnection
 
-from grabstream.lua.traces import traces
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.projections import cursors
 from grabstream.projections.checking import verified
@@ -27,11 +26,12 @@ from grabstream.projections.cursors import Apply, CursorMoved
 from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.sessions import connect, session_name
 from grabstream.projections.versions import NoReadModel, use_read_model
+from grabstream.runtime.traces import traces
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.follower import Decoder, Follower, Group, next_chunk
 from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
 from grabstream.streams.measures import ProjectionMeasures
-from grabstream.streams.projecting.follower import Decoder, Follower, Group, next_chunk
 
 log = logging.getLogger(__name__)
 

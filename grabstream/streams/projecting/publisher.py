@@ -26,13 +26,13 @@ from grabstream.models.journal import Cursor, Headers, named
 from grabstream.models.schema_ids import event_name, schema_id
 from grabstream.projections.cursors import Fact, single_facts
 from grabstream.projections.database import locks
-from grabstream.projections.records import set_aside
+from grabstream.projections.tables import set_aside
 from grabstream.runtime.ending import end
 from grabstream.runtime.trouble import is_trouble, suppressed_trouble
 from grabstream.streams import brokers
 from grabstream.streams.clients import Trouble, close, in_words
+from grabstream.streams.follower import Chunk, Group
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.follower import Chunk, Group
 from grabstream.streams.projecting.projector import RETRY_SECONDS, RETRY_SECONDS_MAX, CatchUp, Projector
 from grabstream.streams.topics import record_time_ms
 

@@ -48,8 +48,8 @@ from grabstream.projections.checking.verified import ALL_SHARDS, RecordedProblem
 from grabstream.projections.database import locks
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import bound_locks, connect
-from grabstream.projections.records import set_aside
-from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.projections.tables import set_aside
+from grabstream.projections.tables.set_aside import SetAsideRecord
 from grabstream.runtime.ending import first_to_end, running
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words

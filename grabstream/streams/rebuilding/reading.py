@@ -12,14 +12,14 @@ from typing import Final, NamedTuple
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
-from grabstream.projections.records import set_aside
-from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.projections.tables import set_aside
+from grabstream.projections.tables.set_aside import SetAsideRecord
+from grabstream.streams.follower import Chunk
 from grabstream.streams.history.archive import BadArchive
 from grabstream.streams.history.archive_source import ArchiveSource, archived_chunks, open_archive_source
 from grabstream.streams.history.chunks import Point, up_to
 from grabstream.streams.history.sources import Source, open_source
 from grabstream.streams.history.stores import Store
-from grabstream.streams.projecting.follower import Chunk
 
 #: How long the audit trail may lag behind the live version of the read model that is rebuilt from it.
 AUDIT_LAG_SECONDS: Final = 5.0

@@ -33,11 +33,11 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.read_models import READ_MODELS
-from grabstream.projections.records import set_aside
-from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.projections.tables import set_aside
+from grabstream.projections.tables.set_aside import SetAsideRecord
 from grabstream.projections.versions import Version
+from grabstream.streams.follower import GROUP_EVENTS_MAX, Follower, Group
 from grabstream.streams.history.stores import Store
-from grabstream.streams.projecting.follower import GROUP_EVENTS_MAX, Follower, Group
 from grabstream.streams.rebuilding.loading import deal, in_processes
 from grabstream.streams.rebuilding.reading import RebuildRefused, RebuildSource, Servers, open_rebuild_source
 from grabstream.streams.rebuilding.switching import Busy, Switch, cursors_of

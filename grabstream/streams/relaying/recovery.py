@@ -18,8 +18,8 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 from redis.exceptions import ResponseError
 
+from grabstream.crypto.sealing import CannotOpen, Sealer
 from grabstream.gate.drawing import in_slices
-from grabstream.gate.sealing import CannotOpen, Sealer
 from grabstream.gate.staging import pieces
 from grabstream.models.events import (
     OfferClosed,

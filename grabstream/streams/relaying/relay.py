@@ -17,14 +17,14 @@ from typing import Any, Final
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from grabstream.gate.sealing import Sealer
+from grabstream.crypto.sealing import Sealer
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.library import provide
-from grabstream.lua.traces import traces
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import Cursor, Headers, anchor_headers, block_headers, chain, named
 from grabstream.runtime.ending import end
 from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.traces import traces
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams import brokers
 from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, in_words, started

@@ -8,8 +8,8 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from grabstream.crypto.sealing import CannotOpen, Sealer
 from grabstream.gate.encoding import CallOffers, changes_row, drawing_parts, envelope_row, terms_row
-from grabstream.gate.sealing import CannotOpen, Sealer
 from grabstream.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.commands import carried_by, carried_texts

@@ -16,7 +16,7 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from grabstream.gate.sealing import Sealer
+from grabstream.crypto.sealing import Sealer
 from grabstream.lua.keys import LAYOUT, STAGED, KeySpace, ShardKeys
 from grabstream.lua.records import Damaged, in_fields, offer_of_answer, offer_of_payment, unpacked
 from grabstream.lua.server import time_ms_of

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Final, NamedTuple
 
-from grabstream.gate.sealing import CannotOpen
+from grabstream.crypto.sealing import CannotOpen
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap, chain, is_signed_owner, marker_headers
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.journal_keys import journal_keys, lacking

@@ -23,7 +23,7 @@ import msgspec
 from grabstream.models.bounds import shortened
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.journal import Corrupt, Cursor
-from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.projections.tables.set_aside import SetAsideRecord
 from grabstream.streams.history.archive import (
     FORMAT,
     Archive,

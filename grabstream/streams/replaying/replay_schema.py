@@ -27,8 +27,8 @@ from grabstream.projections.definitions import PROJECTIONS, definition_of
 from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.reports import describe
 from grabstream.projections.versions import create_flat, may_be_version
+from grabstream.streams.follower import Chunk, Follower, Group
 from grabstream.streams.history.chunks import Point
-from grabstream.streams.projecting.follower import Chunk, Follower, Group
 from grabstream.streams.replaying.selection import Wanted
 from grabstream.streams.replaying.sinks import ReplayRefused, events_in
 

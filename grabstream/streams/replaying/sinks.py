@@ -17,8 +17,8 @@ from grabstream.models.events import decode_event
 from grabstream.models.journal import LINE_BEGINS
 from grabstream.models.runs import decode_line, is_run
 from grabstream.projections.cursors import Fact, single_facts
+from grabstream.streams.follower import Chunk
 from grabstream.streams.journal import open_reader
-from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.projecting.publisher import event_batches
 from grabstream.streams.replaying.filters import FILTERS_HEADER, Filters, decode_filters
 from grabstream.streams.topics import Topics, partitions_of, retention_ms

@@ -16,16 +16,16 @@ from psycopg_pool import AsyncConnectionPool
 
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.projections.cursors import CursorMoved, Fact, single_facts
-from grabstream.projections.records import set_aside
-from grabstream.projections.records import webhooks as records
-from grabstream.projections.records.webhooks import NewEvent, Queue, Webhook
+from grabstream.projections.tables import set_aside
+from grabstream.projections.tables import webhooks as stored
+from grabstream.projections.tables.webhooks import NewEvent, Queue, Webhook
 from grabstream.runtime.ending import end
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.follower import RETRY_SECONDS, Chunk, Follower, Group, poll_journal
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import JournalSource, Start
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.follower import RETRY_SECONDS, Chunk, Follower, Group, poll_journal
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Reader:
     async def _is_wanted(self) -> bool:
         """Whether there are active subscriptions; the next read is for these."""
         async with self._pool.connection() as connection:
-            self._active = [one for one in await records.find_all(connection) if one.state == "active"]
+            self._active = [one for one in await stored.find_all(connection) if one.state == "active"]
         return bool(self._active)
 
     async def _read_all(self, reader: JournalReader) -> None:
@@ -90,7 +90,7 @@ class Reader:
             if time.monotonic() < self._rests_until.get(shard, 0.0):
                 continue
             async with self._pool.connection() as connection:
-                cursors = await records.cursors_of(connection, shard)
+                cursors = await stored.cursors_of(connection, shard)
                 aside = await set_aside.load(connection, PUBLISHED)
             groups: dict[Cursor, list[Webhook]] = {}
             for name, webhook in by_name.items():
@@ -116,12 +116,12 @@ class Reader:
         if time.monotonic() - self._counted_at < COUNT_SECONDS:
             return
         async with self._pool.connection() as connection:
-            self._queues = await records.queues(connection)
-            parked = await records.backlogs(connection, "parked")
+            self._queues = await stored.queues(connection)
+            parked = await stored.backlogs(connection, "parked")
             for one in active:
-                if (count := parked.get(one.webhook, 0)) >= records.PARKED_MAX:
+                if (count := parked.get(one.webhook, 0)) >= stored.PARKED_MAX:
                     reason = f"{count:,} deliveries are parked"
-                    await records.set_state(connection, one.webhook, "paused", reason)
+                    await stored.set_state(connection, one.webhook, "paused", reason)
                     log.warning("webhook %s is paused: %s", one.webhook, reason)
         self._counted_at = time.monotonic()
 
@@ -170,7 +170,7 @@ class Reader:
     ) -> None:  # fmt: skip
         wanted = {one.webhook: new_events(facts, one) for one in webhooks}
         async with self._pool.connection() as connection:
-            await records.move(connection, shard, before, after, wanted)
+            await stored.move(connection, shard, before, after, wanted)
         for name, events in wanted.items():
             if events:
                 self._queues[name] = self._queues.get(name, _EMPTY).plus(len(events))
@@ -194,7 +194,7 @@ class Reader:
                     for shard in range(self._shards):
                         if time.monotonic() < self._rests_until.get(shard, 0.0):
                             continue
-                        if webhook.webhook in await records.cursors_of(books, shard):
+                        if webhook.webhook in await stored.cursors_of(books, shard):
                             continue
                         try:
                             await self._begin_shard(source, shard, webhook, aside)
@@ -229,19 +229,19 @@ class Reader:
         first such record.
         """
         start = await source.start(shard, Point(at=webhook.from_ms))
-        stored: Cursor | None = None
+        saved: Cursor | None = None
 
         async def save(group: Group) -> None:
-            nonlocal stored
+            nonlocal saved
             _, after = group.moves[shard]
-            await self._move(shard, stored, after, group.facts, [webhook])
-            stored = after
+            await self._move(shard, saved, after, group.facts, [webhook])
+            saved = after
 
         chunks = source.chunks(shard, start, aside)
         new = chunks_after(None, chunks, is_enough=lambda: self._is_full(webhook.webhook))
         # When it is full, one more group has been read: with the last one, a slice.
         await Follower(save, SLICE_EVENTS // 2).follow(new)
-        if stored is None:
+        if saved is None:
             await self._move(shard, None, start.proved or start.cursor, [], [webhook])
 
 

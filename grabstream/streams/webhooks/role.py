@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from psycopg import AsyncConnection
 
-from grabstream.gate.sealing import Sealer
+from grabstream.crypto.sealing import Sealer
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import bound_locks, connect, open_pool
-from grabstream.projections.records import webhooks as records
+from grabstream.projections.tables import webhooks as stored
 from grabstream.runtime.ending import first_to_end, running
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble
@@ -75,7 +75,7 @@ class Webhooks:
     async def _await_subscriptions(self, connection: AsyncConnection[Any]) -> None:
         """Returns when there are subscriptions."""
         while True:
-            if await records.has_any(connection):
+            if await stored.has_any(connection):
                 return
             await asyncio.sleep(seconds_to_tick(IDLE_SECONDS))
 
@@ -115,5 +115,5 @@ class Webhooks:
         while True:
             await asyncio.sleep(seconds_to_tick(POLL_SECONDS))
             async with asyncio.timeout(LOST_SECONDS):
-                if not await records.has_any(connection):
+                if not await stored.has_any(connection):
                     return

@@ -20,11 +20,11 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 from psycopg_pool import AsyncConnectionPool
 
-from grabstream.gate.sealing import CannotOpen, Sealer
+from grabstream.crypto.sealing import CannotOpen, Sealer
 from grabstream.models.bounds import shortened
 from grabstream.models.retry_after import retry_after_seconds
-from grabstream.projections.records import webhooks as records
-from grabstream.projections.records.webhooks import Delivery, Webhook
+from grabstream.projections.tables import webhooks as stored
+from grabstream.projections.tables.webhooks import Delivery, Webhook
 from grabstream.runtime.bounded_http import AnswerTooLong, bounded_session
 from grabstream.runtime.ending import end
 from grabstream.runtime.trouble import is_trouble
@@ -83,7 +83,7 @@ class DeliveryOutcome(NamedTuple):
     def is_away(self) -> bool:
         """Whether the receiver did not answer, or accepts nothing now."""
         return not self.delivered and (
-            self.status is None or self.status >= 500 or self.status in records.TAKES_NOTHING
+            self.status is None or self.status >= 500 or self.status in stored.TAKES_NOTHING
         )
 
 
@@ -212,7 +212,7 @@ class Sender:
         """Starts a request for each delivery that may be sent and has room."""
         try:
             async with self._pool.connection() as connection:
-                active = [one for one in await records.find_all(connection) if one.state == "active"]
+                active = [one for one in await stored.find_all(connection) if one.state == "active"]
                 for name in self._receivers.keys() - {one.webhook for one in active}:
                     if not self._receivers[name].tasks:
                         del self._receivers[name]
@@ -221,12 +221,12 @@ class Sender:
                     receiver.webhook = webhook
                     now = time.monotonic()
                     if receiver.failures:
-                        receiver.note_operator(await records.sent_again_at(connection, webhook.webhook), now)
+                        receiver.note_operator(await stored.sent_again_at(connection, webhook.webhook), now)
                     room = receiver.room(now)
                     if room <= 0:
                         continue
                     tried = receiver.tried if receiver.is_early(now) else None
-                    found = await records.due(connection, webhook.webhook, receiver.tasks, room, tried)
+                    found = await stored.due(connection, webhook.webhook, receiver.tasks, room, tried)
                     if tried is not None and len(found) < room:
                         receiver.all_tried(now)
                     for delivery in found:
@@ -268,12 +268,12 @@ class Sender:
         """Records how an attempt ended; returns the next delivery of the offer after a success."""
         async with self._pool.connection() as connection:
             if outcome.delivered:
-                return await records.delivered(connection, delivery)
+                return await stored.delivered(connection, delivery)
             if outcome.status == GONE:
                 reason = f"{webhook.url} answered 410: it accepts no more events"
-                await records.set_state(connection, webhook.webhook, "paused", reason)
+                await stored.set_state(connection, webhook.webhook, "paused", reason)
                 log.warning("webhook %s is paused: %s", webhook.webhook, reason)
-            is_parked = await records.failed(
+            is_parked = await stored.failed(
                 connection, delivery, outcome.status, outcome.problem, again_seconds(delivery.attempts + 1),
                 outcome.after_seconds, self._limits.attempts_max,
             )  # fmt: skip

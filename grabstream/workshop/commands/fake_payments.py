@@ -12,8 +12,8 @@ import click
 import uvloop
 
 from grabstream.connections.opening import payment_keys
-from grabstream.gate.encryption import DecryptionKey
-from grabstream.gate.signing import SigningKeys
+from grabstream.crypto.encryption import DecryptionKey
+from grabstream.crypto.signing import SigningKeys
 from grabstream.gateway.addresses import ConnectionsByAddress
 from grabstream.gateway.serving import bind, serve
 from grabstream.ops.console.json_log import log_as_json

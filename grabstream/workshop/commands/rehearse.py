@@ -19,9 +19,9 @@ from click.core import ParameterSource
 from pydantic import SecretStr
 
 from grabstream.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.crypto.sealing import new_seal_key
 from grabstream.gate.calls import now_ms
 from grabstream.gate.gate import Gate
-from grabstream.gate.sealing import new_seal_key
 from grabstream.models.money import Invalid
 from grabstream.ops.commands.operate.verify import print_checks
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import click
 from psycopg.conninfo import conninfo_to_dict
 
-from grabstream.gate.sealing import new_seal_key
+from grabstream.crypto.sealing import new_seal_key
 from grabstream.ops.console.output import console, json_option, print_json
 from grabstream.settings import GATEWAY_PORT, Settings, child_environment, is_cluster, load_settings
 from grabstream.workshop.services import (

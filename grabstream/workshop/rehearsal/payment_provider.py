@@ -25,9 +25,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from grabstream.crypto.encryption import DecryptionKey, NotEncrypted
+from grabstream.crypto.signing import NotSigned, Purpose, SigningKeys
 from grabstream.gate.calls import now_ms
-from grabstream.gate.encryption import DecryptionKey, NotEncrypted
-from grabstream.gate.signing import NotSigned, Purpose, SigningKeys
 from grabstream.models.identifiers import PAYMENT_WORDS, is_payment_id
 from grabstream.models.money import Invalid
 from grabstream.models.payments import (

@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo
 import msgspec
 import yaml
 
-from grabstream.gate.tickets import sign
+from grabstream.crypto.tickets import sign
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Amend, AnyCommand, Confirm, Extend, Grab, Open, Release, Return
 from grabstream.models.events import AnyEvent, GrabHeld

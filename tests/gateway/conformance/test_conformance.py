@@ -19,7 +19,7 @@ from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.callers import SCOPES
 from grabstream.gateway.openapi import document
 from grabstream.gateway.operations import OPERATIONS
-from grabstream.projections.records import api_keys
+from grabstream.projections.tables import api_keys
 from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until
 from tests.gateway.conftest import Door

@@ -19,7 +19,7 @@ import pytest
 
 from grabstream.connections.opening import checked_books
 from grabstream.gateway.operations import OPERATIONS
-from grabstream.projections.records import webhooks
+from grabstream.projections.tables import webhooks
 from grabstream.workshop.services.servers import PROJECT
 from tests.gateway.conftest import Door, Guarded
 from tests.support.gateways import GatewayProcess, new_key

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from grabstream.crypto.sealing import NAME_LENGTH, Sealer
 from grabstream.gate.gate import Gate
-from grabstream.gate.sealing import NAME_LENGTH, Sealer
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (

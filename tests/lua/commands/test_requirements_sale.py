@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from grabstream.crypto.tickets import sign
 from grabstream.gate.calls import GateLimits
 from grabstream.gate.gate import Gate
-from grabstream.gate.tickets import sign
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from grabstream.gate.tickets import sign
+from grabstream.crypto.tickets import sign
 from grabstream.models.calendar import DAY_MS, HOUR_MS, offsets_of
 from grabstream.models.commands import (
     Adjust,

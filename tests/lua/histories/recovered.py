@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from grabstream.gate.sealing import Sealer
+from grabstream.crypto.sealing import Sealer
 from grabstream.lua.keys import STAGED, ShardKeys
 from grabstream.lua.records import offer_of_answer, unpacked
 from grabstream.lua.running import run_script

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from grabstream.gate.tickets import TicketKeys, sign
+from grabstream.crypto.tickets import TicketKeys, sign
 from grabstream.models.commands import (
     Adjust,
     Amend,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from grabstream.connections.opening import open_redis
+from grabstream.crypto.sealing import Sealer, new_seal_key
 from grabstream.gate.gate import Gate
-from grabstream.gate.sealing import Sealer, new_seal_key
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.server import let_callers_set_time
 from grabstream.models.answers import Answer

@@ -11,7 +11,7 @@ import pytest
 from click import BadParameter
 
 from grabstream.ops.commands.operate.keys import create
-from grabstream.projections.records import api_keys
+from grabstream.projections.tables import api_keys
 from grabstream.settings import Settings
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import rows

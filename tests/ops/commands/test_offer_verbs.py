@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from grabstream.connections.opening import key_space, open_redis
-from grabstream.gate.sealing import new_seal_key
+from grabstream.crypto.sealing import new_seal_key
 from grabstream.lua.keys import OFFER_KEYS
 from grabstream.models.offers import Changes, Limit
 from grabstream.ops import cli

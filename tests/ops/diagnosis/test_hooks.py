@@ -7,7 +7,7 @@ import pytest
 
 from grabstream.ops.diagnosis.hooks import HookReading, not_delivered, read_hooks
 from grabstream.ops.diagnosis.topics import LATE_MS
-from grabstream.projections.records import webhooks as records
+from grabstream.projections.tables import webhooks as stored
 from grabstream.settings import Settings
 from grabstream.workshop.rehearsal.run import open_books
 from tests.support.projecting import open_tables
@@ -68,11 +68,11 @@ def test_webhooks_that_are_well_or_paused_by_an_operator_are_no_findings() -> No
 async def test_subscriptions_are_read_with_what_is_not_delivered(
     system: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "OFFER_PLACES_MAX", 2)
+    monkeypatch.setattr(stored, "OFFER_PLACES_MAX", 2)
     async with await open_books(system) as books:
         assert await read_hooks(books) == []
         for name in ("a", "b"):
-            await records.add(books, name, "https://example.com", [], [], "sealed", 0)
+            await stored.add(books, name, "https://example.com", [], [], "sealed", 0)
         rows = (
             (1, "o", "parked", 18, "400"), (2, "o", "parked", 0, None), (3, "p", "waiting", 2, "500"),
             (4, "q", "waiting", 0, None), (5, "q", "waiting", 0, None), (6, "q", "waiting", 0, None),

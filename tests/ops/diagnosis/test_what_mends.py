@@ -7,7 +7,7 @@ from pydantic import SecretStr
 
 from grabstream.ops.diagnosis import books, seal_keys
 from grabstream.ops.diagnosis.seal_keys import SealKeyReadings
-from grabstream.projections.records.seal_keys import SealKey, Uses
+from grabstream.projections.tables.seal_keys import SealKey, Uses
 from grabstream.settings import Settings
 
 

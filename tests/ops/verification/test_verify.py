@@ -19,9 +19,9 @@ from aiokafka.admin import AIOKafkaAdminClient
 from pydantic import SecretStr
 
 from grabstream.connections.opening import gate_limits, key_space, open_gate, open_redis, sealer
+from grabstream.crypto.tickets import TicketKeys, sign
 from grabstream.gate.calls import now_ms
 from grabstream.gate.gate import Gate
-from grabstream.gate.tickets import TicketKeys, sign
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
 from grabstream.lua.records import GRAB_FIELDS
 from grabstream.models.commands import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.gate.sealing import Sealer, new_seal_key
+from grabstream.crypto.sealing import Sealer, new_seal_key
 from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.models.journal import Accepted, Cursor
 from grabstream.ops.verification.checks import RedisShard

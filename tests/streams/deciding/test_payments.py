@@ -21,8 +21,8 @@ from aiohttp import web
 from grabstream import KafkaClient
 from grabstream.connections.identity import find_audience
 from grabstream.connections.opening import cancellable, key_space, open_gate, open_redis
+from grabstream.crypto.signing import Purpose
 from grabstream.gate.gate import Gate
-from grabstream.gate.signing import Purpose
 from grabstream.lua.keys import KeySpace
 from grabstream.models import vocabulary
 from grabstream.models.answers import Answer

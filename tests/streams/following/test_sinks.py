@@ -156,8 +156,8 @@ async def test_a_store_that_is_away_gets_each_event_once(
     system: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From two shards, in order within each, also when it stored a batch and its answer was lost."""
-    monkeypatch.setattr("grabstream.streams.projecting.follower.RETRY_SECONDS", 0.0)
-    monkeypatch.setattr("grabstream.streams.projecting.follower.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("grabstream.streams.follower.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("grabstream.streams.follower.POLL_SECONDS", 0.01)
     monkeypatch.setattr("grabstream.ops.following.BATCH_SEQS", 10)
     histories = {shard: MixedHistory(23, shard, 60) for shard in (2, 6)}
     for history in histories.values():

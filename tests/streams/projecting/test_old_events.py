@@ -16,7 +16,7 @@ from grabstream.ops.verification.verifying import verify
 from grabstream.projections import audit, ledger
 from grabstream.projections.balances import users as balances
 from grabstream.settings import Settings
-from grabstream.streams.projecting.follower import Decoder
+from grabstream.streams.follower import Decoder
 from grabstream.streams.projecting.projector import CatchUp, Projector
 from grabstream.streams.topics import Topics
 from tests.conftest import make_system, take_down, until

@@ -14,8 +14,8 @@ from psycopg import errors
 from grabstream.models.journal import GENESIS, block_headers, chain
 from grabstream.projections.versions import use_read_model
 from grabstream.settings import Settings
+from grabstream.streams.follower import Decoder
 from grabstream.streams.journal import JournalRecord, open_reader
-from grabstream.streams.projecting.follower import Decoder
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.run import open_books

@@ -32,10 +32,10 @@ from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.replay_request import request
 from grabstream.projections.database.locks import hold
 from grabstream.settings import Settings, child_environment, load_settings
+from grabstream.streams.follower import Chunk
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import JournalSource
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.replaying import replay as replaying
 from grabstream.streams.replaying.replay import Stretch

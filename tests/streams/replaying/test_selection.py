@@ -11,9 +11,9 @@ from grabstream.models.journal import Cursor
 from grabstream.models.runs import GrantedRun, decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.projections.cursors import Fact
+from grabstream.streams.follower import Chunk
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import Source, Start
-from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.replaying.replay import Done, Planned, Stretch, replay
 from grabstream.streams.replaying.selection import Selection, Wanted
 from tests.streams.replaying.histories import runs_of_ten

@@ -17,7 +17,7 @@ from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms
 from grabstream.ops import cli
-from grabstream.projections.records.webhooks import Webhook
+from grabstream.projections.tables.webhooks import Webhook
 from grabstream.settings import Settings
 from grabstream.streams.webhooks.sending import secrets_now
 from tests.conftest import until

@@ -14,17 +14,17 @@ import pytest
 from aiohttp import web
 from standardwebhooks.webhooks import Webhook as Verifier
 
-from grabstream.gate.sealing import Sealer
+from grabstream.crypto.sealing import Sealer
 from grabstream.models.events import PaymentRefundDue, encode_event
 from grabstream.models.journal import Cursor
 from grabstream.models.runs import decode_line
 from grabstream.projections.cursors import CursorMoved, facts_of
 from grabstream.projections.database.sessions import session_name
-from grabstream.projections.records import webhooks as records
-from grabstream.projections.records.webhooks import Webhook
+from grabstream.projections.tables import webhooks as stored
+from grabstream.projections.tables.webhooks import Webhook
 from grabstream.settings import Settings
+from grabstream.streams.follower import Chunk
 from grabstream.streams.projecting import follower
-from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, create_topics
 from grabstream.streams.webhooks import reading, role, sending
@@ -76,7 +76,7 @@ class Hooks:
         secret = self.secrets[name] = new_secret()
         async with await open_books(self.settings) as books:
             sealed = self.sealer.seal(0, name, SEALED_FOR, secret)
-            await records.add(books, name, url, types, offers, sealed, from_ms)
+            await stored.add(books, name, url, types, offers, sealed, from_ms)
 
     @asynccontextmanager
     async def delivering(self, limits: Limits = LIMITS) -> AsyncIterator[None]:
@@ -98,17 +98,17 @@ class Hooks:
             return await what(books, *arguments)
 
     async def found(self, name: str) -> Webhook:
-        return next(one for one in await self.ask(records.find_all) if one.webhook == name)
+        return next(one for one in await self.ask(stored.find_all) if one.webhook == name)
 
     async def left(self, name: str | None = None, state: str | None = None) -> list[str]:
-        return [one.event for one in await self.ask(records.undelivered, name, state, 1_000)]
+        return [one.event for one in await self.ask(stored.undelivered, name, state, 1_000)]
 
     async def is_idle(self) -> bool:
         """Whether nothing is left to deliver."""
         return await self.left() == []
 
     async def cursors(self) -> dict[str, Cursor]:
-        found: dict[str, Cursor] = await self.ask(records.cursors_of, SHARD)
+        found: dict[str, Cursor] = await self.ask(stored.cursors_of, SHARD)
         return found
 
 
@@ -323,19 +323,19 @@ async def test_failed_events_are_sent_again_then_parked_with_those_after_them(
             return await hooks.left("one", "parked") == expected
 
         await until(all_parked, 10, "later events are parked")
-        [first, *_] = await hooks.ask(records.undelivered, "one", "parked", 10)
+        [first, *_] = await hooks.ask(stored.undelivered, "one", "parked", 10)
         assert (first.attempts, first.status) == (3, 400)
         assert first.problem == "the receiver answered 400: not a success"
         # Sent again, in order; the bad one is parked again, until it is given up.
         receiver.requests.clear()
-        assert await hooks.ask(records.resend, "one", "a") == 8
+        assert await hooks.ask(stored.resend, "one", "a") == 8
         await until(all_parked, 10, "it is parked again")
         assert seqs(receiver) == [5, 5, 5]
-        assert await hooks.ask(records.discard, "one", SHARD, 5)
-        assert await hooks.ask(records.resend, "one", None) == 7
+        assert await hooks.ask(stored.discard, "one", SHARD, 5)
+        assert await hooks.ask(stored.resend, "one", None) == 7
         await until(hooks.is_idle, 10, "an empty queue")
     assert seqs(receiver) == [5, 5, 5, *range(7, 20, 2)]
-    assert not await hooks.ask(records.discard, "one", SHARD, 5)
+    assert not await hooks.ask(stored.discard, "one", SHARD, 5)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ async def test_redirects_are_not_followed(
             return await hooks.left("one", "waiting") == []
 
         await until(is_over, 10, "it is over")
-    [found] = await hooks.ask(records.undelivered, "one", "parked", 10)
+    [found] = await hooks.ask(stored.undelivered, "one", "parked", 10)
     assert problem in (found.problem or "")
 
 
@@ -415,7 +415,7 @@ async def test_interim_responses_without_an_end_are_a_failure_and_delay_no_other
 
             await until(is_parked, 20, "it is parked")
     assert seqs(receiver) == [1, 2, 3]
-    [first, *_] = await hooks.ask(records.undelivered, "one", "parked", 10)
+    [first, *_] = await hooks.ask(stored.undelivered, "one", "parked", 10)
     assert first.problem == "AnswerTooLong: the answer has more than 65536 bytes"
 
 
@@ -439,7 +439,7 @@ async def test_a_receiver_that_is_gone_for_good_is_paused(
         await journal.block(lines, 4, 6)
         # Once it is resumed, it gets all that it missed.
         receiver.answer = ok
-        assert await hooks.ask(records.set_state, "one", "active")
+        assert await hooks.ask(stored.set_state, "one", "active")
         await got(receiver, 7)
         await until(hooks.is_idle, 10, "an empty queue")
     assert seqs(receiver) == [1, 2, 2, 3, 4, 5, 6]
@@ -458,7 +458,7 @@ def with_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def attempts(hooks: Hooks) -> dict[int, int]:
     """The attempts that count, by seq, of the events that were tried without success."""
-    found = await hooks.ask(records.undelivered, None, None, 100)
+    found = await hooks.ask(stored.undelivered, None, None, 100)
     return {one.seq: one.attempts for one in found if one.attempts}
 
 
@@ -596,14 +596,14 @@ async def test_what_waits_is_sent_at_once_when_an_operator_asks(
         await until(have_failed, 10, "each offer has failed")
         receiver.answer = ok
         if asks == "resend":
-            assert await hooks.ask(records.resend, "one", None) == 3
-            assert await hooks.ask(records.resend, "none", None) == 0
+            assert await hooks.ask(stored.resend, "one", None) == 3
+            assert await hooks.ask(stored.resend, "none", None) == 0
         elif asks == "resend of the offer":
             # Since that succeeds, the others are sent, too.
-            assert await hooks.ask(records.resend, "one", "a") == 1
+            assert await hooks.ask(stored.resend, "one", "a") == 1
         else:
             for state in ("paused", "active"):
-                assert await hooks.ask(records.set_state, "one", state)
+                assert await hooks.ask(stored.set_state, "one", state)
         await until(hooks.is_idle, 10, "an empty queue")
     assert set(seqs(receiver)) == {1, 2, 3, 4}
     assert len(receiver.requests) == 3 + 4
@@ -619,12 +619,12 @@ async def test_an_operator_and_an_answer_at_the_same_time_wait_for_each_other(
     await hooks.add("one", receiver.url)
     async with hooks.delivering():
         await got(receiver, 2)
-    [delivery, _] = await hooks.ask(records.undelivered, "one", None, 10)
+    [delivery, _] = await hooks.ask(stored.undelivered, "one", None, 10)
     async with await open_books(hooks.settings) as books, await open_books(hooks.settings) as others:
         async with books.transaction():
             # As `resend` and `remove` begin.
             await books.execute("SELECT 1 FROM webhooks FOR UPDATE")
-            answered = asyncio.create_task(records.delivered(others, delivery))
+            answered = asyncio.create_task(stored.delivered(others, delivery))
 
             async def waits() -> bool:
                 rows = await books.execute(
@@ -649,11 +649,11 @@ async def test_a_failure_from_before_a_resend_does_not_count(
     await hooks.add("one", receiver.url)
     async with hooks.delivering():
         await got(receiver, 2)
-    [delivery] = await hooks.ask(records.undelivered, "one", None, 10)
+    [delivery] = await hooks.ask(stored.undelivered, "one", None, 10)
     assert delivery.attempts > 0
-    assert await hooks.ask(records.resend, "one", None) == 1
-    assert not await hooks.ask(records.failed, delivery, 503, "late", 3_600.0, 0.0, 3)
-    [after] = await hooks.ask(records.undelivered, "one", None, 10)
+    assert await hooks.ask(stored.resend, "one", None) == 1
+    assert not await hooks.ask(stored.failed, delivery, 503, "late", 3_600.0, 0.0, 3)
+    [after] = await hooks.ask(stored.undelivered, "one", None, 10)
     assert (after.attempts, after.problem) == (0, delivery.problem)
 
 
@@ -803,7 +803,7 @@ async def test_a_cursor_that_another_process_moved_at_a_contradiction_is_read_ag
 ) -> None:  # fmt: skip
     """The reader of the journal stays, and other shards are read in the same round."""
     opened, moved = [], iter([CursorMoved("shard 0 has moved")])
-    open_reader, move = follower.open_reader, records.move
+    open_reader, move = follower.open_reader, stored.move
 
     def opening(*arguments: Any) -> Any:
         opened.append(arguments)
@@ -824,7 +824,7 @@ async def test_a_cursor_that_another_process_moved_at_a_contradiction_is_read_ag
     await journal.block(lines, 3, 4)
     await journal.block(lines, 6, 6)
     monkeypatch.setattr(follower, "open_reader", opening)
-    monkeypatch.setattr(records, "move", move_once)
+    monkeypatch.setattr(stored, "move", move_once)
     async with hooks.delivering():
         await got(receiver, 4)
         await until(lambda: "contradicts the cursor at seq 4" in caplog.text, 10, "it is logged")
@@ -838,7 +838,7 @@ async def test_a_full_queue_stops_its_subscription_alone_and_loses_nothing(
     receiver: Receiver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(records, "WAITING_MAX", 10)
+    monkeypatch.setattr(stored, "WAITING_MAX", 10)
     lines = lines_of(*["a", "b"] * 30)
     await journal.marker(1, "a")
     async with receiving() as dead:
@@ -861,9 +861,9 @@ async def test_an_offer_whose_events_are_refused_holds_up_no_other_offer(
     hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_long_pauses(monkeypatch)
-    monkeypatch.setattr(records, "WAITING_MAX", 10)
-    monkeypatch.setattr(records, "OFFER_PLACES_MAX", 3)
-    monkeypatch.setattr(records, "WAITING_EVENTS_MAX", 50)
+    monkeypatch.setattr(stored, "WAITING_MAX", 10)
+    monkeypatch.setattr(stored, "OFFER_PLACES_MAX", 3)
+    monkeypatch.setattr(stored, "WAITING_EVENTS_MAX", 50)
     lines = lines_of(*["bad"] * 30, *["a", "b"] * 10, *["bad"] * 30)
     await journal.marker(1, "a")
     receiver.answer = answering(400, f"{SHARD}-1")
@@ -871,7 +871,7 @@ async def test_an_offer_whose_events_are_refused_holds_up_no_other_offer(
 
     async def are_waiting(count: int) -> None:
         async def are() -> bool:
-            return await hooks.ask(records.backlogs, "waiting") == {"one": count}
+            return await hooks.ask(stored.backlogs, "waiting") == {"one": count}
 
         await until(are, 10, f"{count} events wait")
 
@@ -889,7 +889,7 @@ async def test_an_offer_whose_events_are_refused_holds_up_no_other_offer(
         await got(other, 80)
         await are_waiting(50)
         receiver.answer = ok
-        assert await hooks.ask(records.resend, "one", "bad") == 1
+        assert await hooks.ask(stored.resend, "one", "bad") == 1
         await until(lambda: len(set(receiver.ids)) == 80, 20, "all events")
         await until(hooks.is_idle, 10, "an empty queue")
     assert list(dict.fromkeys(seqs(receiver, "bad"))) == [*range(1, 31), *range(51, 81)]
@@ -900,7 +900,7 @@ async def test_an_offer_whose_events_are_refused_holds_up_no_other_offer(
 async def test_who_begins_with_too_much_does_not_keep_others_from_beginning(
     hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "WAITING_MAX", 10)
+    monkeypatch.setattr(stored, "WAITING_MAX", 10)
     lines = lines_of(*["a", "b"] * 30)
     await journal.marker(1, "a")
     for first in range(1, 61, 5):
@@ -942,7 +942,7 @@ async def test_a_url_that_is_not_allowed_gets_nothing(
             return len(await hooks.left(None, "parked")) == 2
 
         await until(are_parked, 10, "both are parked")
-    found = {one.webhook: one.problem for one in await hooks.ask(records.undelivered, None, None, 10)}
+    found = {one.webhook: one.problem for one in await hooks.ask(stored.undelivered, None, None, 10)}
     assert all("is not a public address" in str(problem) for problem in found.values()), found
     assert receiver.requests == []
 
@@ -973,6 +973,6 @@ async def test_without_subscriptions_it_only_looks_for_the_first_one(
             await hooks.add(name, receiver.url)
             await got(receiver, 3)
             assert await sessions() > 1
-            assert await hooks.ask(records.remove, name)
+            assert await hooks.ask(stored.remove, name)
             await until(is_idle, 10, "one session")
             receiver.requests.clear()

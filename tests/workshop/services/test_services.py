@@ -16,7 +16,7 @@ import redis
 import yaml
 from click.testing import CliRunner
 
-from grabstream.gate.sealing import Sealer
+from grabstream.crypto.sealing import Sealer
 from grabstream.ops.cli import grabstream
 from grabstream.settings import REDIS_PORT, child_environment
 from grabstream.workshop.commands import services as services_verbs

@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from msgspec.structs import replace
 
+from grabstream.crypto.signing import Purpose, sign_with
 from grabstream.gate.calls import now_ms
-from grabstream.gate.signing import Purpose, sign_with
 from grabstream.models.approvals import approval_of, encode_approval
 from grabstream.models.bounds import FILE_BYTES_MAX
 from grabstream.models.calendar import utc_text

@@ -12,8 +12,8 @@ import click
 import msgspec
 
 from grabstream.connections.opening import open_gate, sealer
+from grabstream.crypto.tickets import sign
 from grabstream.gate.gate import Gate
-from grabstream.gate.tickets import sign
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.commands import Load, check, in_chunks
 from grabstream.models.digests import Digests

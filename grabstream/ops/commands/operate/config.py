@@ -5,7 +5,7 @@ from typing import Any
 import click
 from pydantic import SecretStr
 
-from grabstream.gate.sealing import SEALING, new_seal_key
+from grabstream.crypto.sealing import SEALING, new_seal_key
 from grabstream.models.identifiers import is_id
 from grabstream.models.pseudonyms import user_of
 from grabstream.ops.console.output import console, json_option, print_json, table

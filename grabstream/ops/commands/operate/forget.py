@@ -11,7 +11,7 @@ from grabstream.models.bounds import counted
 from grabstream.models.identifiers import is_id
 from grabstream.ops.console.output import console, json_option, print_json
 from grabstream.ops.formats.named_users import user_named
-from grabstream.projections.records import user_keys
+from grabstream.projections.tables import user_keys
 from grabstream.settings import Settings, load_settings
 
 #: How long a gate may still seal with a key that it has read, in seconds; what it seals then cannot be

@@ -20,8 +20,8 @@ from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.formats.written_values import read_duration, read_time
-from grabstream.projections.records import api_keys
-from grabstream.projections.records.api_keys import ApiKey, ApiKeyRefused
+from grabstream.projections.tables import api_keys
+from grabstream.projections.tables.api_keys import ApiKey, ApiKeyRefused
 from grabstream.settings import load_settings
 
 GRACE_MS_MAX: Final = 30 * 24 * 3_600_000

@@ -13,7 +13,7 @@ from psycopg import AsyncConnection
 from grabstream.connections.opening import check_system, checked_books, sealer
 from grabstream.connections.seal_keys import require_seal_keys
 from grabstream.connections.user_keys import SEALED_FOR as USER_KEYS_SEALED_FOR
-from grabstream.gate.sealing import CannotOpen, Sealer
+from grabstream.crypto.sealing import CannotOpen, Sealer
 from grabstream.ops.console.arguments import require_id_alone
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.diagnosis.books import read_last_seqs
@@ -21,8 +21,8 @@ from grabstream.ops.diagnosis.seal_keys import in_words
 from grabstream.projections import cursors
 from grabstream.projections.checking.snapshots import newest
 from grabstream.projections.database.migrate import use_schema
-from grabstream.projections.records import seal_keys, user_keys, webhooks
-from grabstream.projections.records.seal_keys import SealKey, Uses
+from grabstream.projections.tables import seal_keys, user_keys, webhooks
+from grabstream.projections.tables.seal_keys import SealKey, Uses
 from grabstream.settings import Settings, load_settings
 from grabstream.streams import brokers
 from grabstream.streams.clients import started

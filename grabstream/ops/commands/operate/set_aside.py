@@ -22,7 +22,7 @@ from grabstream.ops.console.output import WholeNumber, console, json_option, pri
 from grabstream.projections import cursors
 from grabstream.projections.cursors import CursorMoved, Stop
 from grabstream.projections.database.migrate import PROJECTIONS
-from grabstream.projections.records import set_aside as books
+from grabstream.projections.tables import set_aside as set_aside_table
 from grabstream.projections.versions import use_read_model
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.journal import open_reader
@@ -172,9 +172,9 @@ async def _open_to_write(settings: Settings, projection: str) -> AsyncIterator[A
         yield connection
 
 
-async def _list(settings: Settings) -> list[books.SetAsideRecord]:
+async def _list(settings: Settings) -> list[set_aside_table.SetAsideRecord]:
     async with checked_books(settings) as connection:
-        return await books.load(connection)
+        return await set_aside_table.load(connection)
 
 
 async def _stop_of(connection: AsyncConnection[Any], projection: str, shard: int) -> Stop:
@@ -197,7 +197,7 @@ async def _cursor_of(
         open_reader(settings.brokers, topics.journal) as journal,
     ):
         newest = await newest_cursor(reader, shard, event_source(settings.prefix), journal)
-    return books.past(await books.load(connection, projection), shard, newest)
+    return set_aside_table.past(await set_aside_table.load(connection, projection), shard, newest)
 
 
 async def _look(settings: Settings, projection: str, shard: int) -> tuple[Stop, StoppedRecord]:
@@ -217,7 +217,7 @@ async def _set_aside(
     record = stopped.record
     missing = [(account, asset, amount) for (account, asset), amount in _missing(stopped).items()]
     async with _open_to_write(settings, stop.projection) as connection:
-        await books.set_aside(
+        await set_aside_table.set_aside(
             connection, stop.projection, stop.shard, stopped.before, stopped.after, record.headers,
             record.value, stopped.offers,
             stopped.readable, missing, stop.reason, reason, operator,
@@ -342,7 +342,7 @@ def _print_stopped_record(stop: Stop, stopped: StoppedRecord) -> None:
         say(f"{stop.projection} will lack {amount:+,}{f' {asset}' if ':' in asset else money} on {account}")
 
 
-def _print_list(rows: list[books.SetAsideRecord], as_json: bool) -> None:
+def _print_list(rows: list[set_aside_table.SetAsideRecord], as_json: bool) -> None:
     if as_json:
         hidden = ("after", "value")
         print_json(

@@ -17,8 +17,8 @@ from grabstream.models.money import Invalid
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
 from grabstream.ops.formats.written_values import read_duration
-from grabstream.projections.records import webhooks as records
-from grabstream.projections.records.webhooks import Delivery, TooMany, Webhook
+from grabstream.projections.tables import webhooks as stored
+from grabstream.projections.tables.webhooks import Delivery, TooMany, Webhook
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.webhooks.addresses import BadUrl, check_url
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
@@ -83,7 +83,7 @@ def add(url: str, types: Sequence[str], offers: Sequence[str], from_time: str | 
 
     async def insert(connection: AsyncConnection[Any]) -> Webhook:
         await require_seal_keys(connection, settings)
-        return await records.add(
+        return await stored.add(
             connection, name, url, sorted(set(types)), sorted(set(offers)), sealed, from_ms
         )
 
@@ -133,7 +133,7 @@ def show(webhook: str, as_json: bool) -> None:
     """Show WEBHOOK: its subscription, its progress, and its errors."""
 
     async def read(connection: AsyncConnection[Any]) -> Any:
-        return await _read(connection), await records.undelivered(connection, webhook, None, 1)
+        return await _read(connection), await stored.undelivered(connection, webhook, None, 1)
 
     (found, waiting, parked), first = _ask(load_settings(), read)
     one = next((one for one in found if one.webhook == webhook), None)
@@ -159,19 +159,19 @@ def _webhook_command(function: Callable[..., Any]) -> Any:
 @_webhook_command
 def pause(webhook: str, as_json: bool) -> None:
     """Send nothing to WEBHOOK until it is resumed. It then gets all events since the pause."""
-    _change(webhook, lambda connection: records.set_state(connection, webhook, "paused"), "paused", as_json)
+    _change(webhook, lambda connection: stored.set_state(connection, webhook, "paused"), "paused", as_json)
 
 
 @_webhook_command
 def resume(webhook: str, as_json: bool) -> None:
     """Continue sending to WEBHOOK from where it was paused, and retry failed events at once."""
-    _change(webhook, lambda connection: records.set_state(connection, webhook, "active"), "active", as_json)
+    _change(webhook, lambda connection: stored.set_state(connection, webhook, "active"), "active", as_json)
 
 
 @_webhook_command
 def remove(webhook: str, as_json: bool) -> None:
     """Remove WEBHOOK and its undelivered events."""
-    _change(webhook, lambda connection: records.remove(connection, webhook), "removed", as_json)
+    _change(webhook, lambda connection: stored.remove(connection, webhook), "removed", as_json)
 
 
 @webhooks.command()
@@ -195,7 +195,7 @@ def rotate(webhook: str, grace: str, as_json: bool) -> None:
         raise click.BadParameter("is at most 30d", param_hint="--grace")
     secret = new_secret()
     sealed = sealer(settings).seal(0, webhook, SEALED_FOR, secret)
-    rotated = _ask(settings, lambda connection: records.rotate(connection, webhook, sealed, grace_ms))
+    rotated = _ask(settings, lambda connection: stored.rotate(connection, webhook, sealed, grace_ms))
     if rotated is None:
         _refuse(f"there is no webhook {webhook}: `grabstream webhooks list` shows them")
     if as_json:
@@ -218,7 +218,7 @@ def rotate(webhook: str, grace: str, as_json: bool) -> None:
 @json_option
 def deliveries(webhook: str | None, state: str | None, limit: int, as_json: bool) -> None:
     """List undelivered events, of WEBHOOK or of all, by offer, the next one of each first."""
-    found = _ask(load_settings(), lambda connection: records.undelivered(connection, webhook, state, limit))
+    found = _ask(load_settings(), lambda connection: stored.undelivered(connection, webhook, state, limit))
     if as_json:
         print_json([_delivery_as_json(one) for one in found])
         return
@@ -236,7 +236,7 @@ def deliveries(webhook: str | None, state: str | None, limit: int, as_json: bool
 @json_option
 def resend(webhook: str, offer: str | None, as_json: bool) -> None:
     """Send parked and failed events of WEBHOOK again at once, in order. Exit code 1: there are none."""
-    count = _ask(load_settings(), lambda connection: records.resend(connection, webhook, offer))
+    count = _ask(load_settings(), lambda connection: stored.resend(connection, webhook, offer))
     if not count:
         _refuse(f"no event is parked, or has failed, for {webhook}{f' of offer {offer}' if offer else ''}")
     if as_json:
@@ -253,10 +253,10 @@ def discard(webhook: str, event: str, as_json: bool) -> None:
     """Give up EVENT (SHARD-SEQ) for WEBHOOK, such as one that its receiver cannot process; `resend` then
     sends the later ones.
     """
-    named = records.event_of(event)
+    named = stored.event_of(event)
     if named is None:
         raise click.BadParameter(f"must be written as SHARD-SEQ, got {event!r}", param_hint="EVENT")
-    if not _ask(load_settings(), lambda connection: records.discard(connection, webhook, *named)):
+    if not _ask(load_settings(), lambda connection: stored.discard(connection, webhook, *named)):
         _refuse(f"{event} is neither waiting nor parked for {webhook}")
     if as_json:
         print_json({"webhook": webhook, "event": event, "discarded": True})
@@ -278,9 +278,9 @@ def _ask(settings: Settings, question: Callable[[AsyncConnection[Any]], Awaitabl
 async def _read(connection: AsyncConnection[Any]) -> tuple[list[Webhook], dict[str, int], dict[str, int]]:
     """All webhooks, and how much waits and is parked for each."""
     return (
-        await records.find_all(connection),
-        await records.backlogs(connection, "waiting"),
-        await records.backlogs(connection, "parked"),
+        await stored.find_all(connection),
+        await stored.backlogs(connection, "waiting"),
+        await stored.backlogs(connection, "parked"),
     )
 
 

@@ -61,7 +61,7 @@ from grabstream.projections import cursors
 from grabstream.projections.database.migrate import PROJECTIONS as READ_MODELS
 from grabstream.projections.database.sessions import bound_locks, connect
 from grabstream.projections.database.system import Identity
-from grabstream.projections.records.demand import record
+from grabstream.projections.tables.demand import record
 from grabstream.runtime.ending import first_to_end, running
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble

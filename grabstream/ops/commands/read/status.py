@@ -27,7 +27,7 @@ from grabstream.projections.checking import verified
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS, definition_of
-from grabstream.projections.records import set_aside, webhooks
+from grabstream.projections.tables import set_aside, webhooks
 from grabstream.projections.versions import NoReadModel, lost, versions, writable_version
 from grabstream.settings import Settings, load_settings
 from grabstream.streams import brokers

@@ -27,7 +27,7 @@ from grabstream.ops.diagnosis.story import Moment, tell
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.named_users import user_named
 from grabstream.projections import cursors
-from grabstream.projections.records import set_aside
+from grabstream.projections.tables import set_aside
 from grabstream.settings import Settings, load_settings
 
 

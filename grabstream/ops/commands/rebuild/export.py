@@ -24,8 +24,8 @@ from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import ArchiveAddress
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
-from grabstream.projections.records import set_aside
-from grabstream.projections.records.set_aside import SetAsideRecord
+from grabstream.projections.tables import set_aside
+from grabstream.projections.tables.set_aside import SetAsideRecord
 from grabstream.settings import BadSettings, Settings, load_settings
 from grabstream.streams.history.archive import Archive, ArchiveSystem, open_archive
 from grabstream.streams.history.archive_source import parts_in

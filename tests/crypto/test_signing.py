@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grabstream.gate import tickets
-from grabstream.gate.signing import HEADERS_KNOWN_MAX, NotSigned, Purpose, SigningKeys, read_keys
+from grabstream.crypto import tickets
+from grabstream.crypto.signing import HEADERS_KNOWN_MAX, NotSigned, Purpose, SigningKeys, read_keys
 from tests.support.receipts import FOREIGN_KEYS, KEYS, KEYS_TEXT, OLD_KEYS, SECRET, as_text
 
 PAYLOAD = b'{"a":1}'

@@ -12,7 +12,7 @@ from joserfc import jwe
 from joserfc.errors import JoseError
 from joserfc.jwk import ECKey
 
-from grabstream.gate.signing import decoded_segment
+from grabstream.crypto.signing import decoded_segment
 from grabstream.models.identifiers import is_id
 from grabstream.models.money import Invalid
 from grabstream.models.unique_names import check_names_once

@@ -14,8 +14,8 @@ from grabstream.models.journal import Cursor, Gap
 from grabstream.models.runs import decode_line
 from grabstream.projections.cursors import CursorMoved, facts_of
 from grabstream.streams.clients import Trouble
+from grabstream.streams.follower import Chunk, Follower, Group, poll_journal
 from grabstream.streams.projecting import follower
-from grabstream.streams.projecting.follower import Chunk, Follower, Group, poll_journal
 from tests.support.projecting import opened
 
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import jwt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from grabstream.gate.signing import SECRET_BYTES_MIN, algorithm_of, has_another_purpose, read_keys
+from grabstream.crypto.signing import SECRET_BYTES_MIN, algorithm_of, has_another_purpose, read_keys
 from grabstream.models.identifiers import campaign_of, is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX

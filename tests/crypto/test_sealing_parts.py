@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grabstream.crypto.sealing import BOX, NAME_LENGTH, CannotOpen, Sealer
 from grabstream.gate.calls import now_ms
 from grabstream.gate.encoding import CODES_ELSEWHERE
 from grabstream.gate.gate import Gate
-from grabstream.gate.sealing import BOX, NAME_LENGTH, CannotOpen, Sealer
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Amend, Grab, Load, Open, Return
 from grabstream.models.offers import Changes, CouponTerms

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grabstream.connections.opening import ticket_keys
-from grabstream.gate.tickets import NOT_BEFORE_LEEWAY_SECONDS, REMEMBERED_MAX, Ticket, TicketKeys, sign
+from grabstream.crypto.tickets import NOT_BEFORE_LEEWAY_SECONDS, REMEMBERED_MAX, Ticket, TicketKeys, sign
 from grabstream.models.commands import TICKET_LENGTH_MAX
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.settings import BadSettings, Settings, load_settings

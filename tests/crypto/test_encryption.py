@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.kdf.concatkdf import ConcatKDFHash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grabstream.gate.encryption import DecryptionKey, EncryptionKey, NotEncrypted
-from grabstream.gate.signing import Purpose
+from grabstream.crypto.encryption import DecryptionKey, EncryptionKey, NotEncrypted
+from grabstream.crypto.signing import Purpose
 from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.models.identifiers import ID_LENGTH_MAX
 from grabstream.models.money import AMOUNT_MAX

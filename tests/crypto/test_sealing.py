@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grabstream.crypto.sealing import NONCE_BYTES, CannotOpen, Sealer
 from grabstream.gate.gate import Gate
-from grabstream.gate.sealing import NONCE_BYTES, CannotOpen, Sealer
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Close
 from tests.lua.histories.recovered import contents, fold

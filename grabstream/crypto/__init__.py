@@ -1,0 +1,1 @@
+"""Cryptography: seals of seeds and codes, signed texts, encrypted tokens, tickets."""
