@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from grabstream.crypto.sealing import Sealer
+from grabstream.crypto.tickets import TicketKeys
 from grabstream.gate.batches import Batch, PlainBatch
 from grabstream.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
-from grabstream.crypto.tickets import TicketKeys
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.answers import Answer, LimitState
 from grabstream.models.approvals import read_approvals
