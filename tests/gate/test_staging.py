@@ -48,8 +48,8 @@ def parts_of(command: Open) -> bytes:
 @pytest.fixture(autouse=True)
 def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws the parts of each envelope once only: drawing takes longer than these tests."""
-    for module in ("gate.encoding", "restoring"):
-        monkeypatch.setattr(f"grabstream.lua.{module}.drawing_parts", _drawing)
+    for module in ("gate.encoding", "streams.relaying.restoring"):
+        monkeypatch.setattr(f"grabstream.{module}.drawing_parts", _drawing)
 
 
 def _drawing(terms: EnvelopeTerms, seed: str) -> Generator[None, None, bytes]:
