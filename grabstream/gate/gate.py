@@ -353,7 +353,7 @@ class Gate:
         report_undecidable: ReportUndecidable,
         from_system: bool,
     ) -> Answer:
-        """Decides a command that comes alone, as `decide` does: most of a crowd's do."""
+        """Decides a command that comes alone, as most commands of a crowd do, like `decide`."""
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         then = partial(settle, answered)
         single = self._begin(command, promise, deadline, patience_seconds, then, from_system)
@@ -421,7 +421,7 @@ class Gate:
         """
         indexes: Sequence[int] = range(len(commands))
         plain = plain_batch(commands)
-        # Columns show of most lists that all is valid, in less time than the rules.
+        # For most lists, a check by column proves that all commands are valid, and is faster than the rules.
         if plain is None and not (
             offers_of_right_grabs(commands, AMOUNT_MAX)
             or (not self._limits.authority.needs_receipts and are_right_confirmations(commands))
@@ -574,7 +574,7 @@ class Gate:
         entries: list[QueueEntry] = []
         offers: set[str] = set()
         left: list[QueueEntry] = []
-        # A drawing delays only the order of its callers.
+        # While parts are drawn, only later commands of the same callers wait.
         lanes_left = {entry.lane for entry in shard.drawing}
         count = history = size_bytes = 0
         queue = shard.queue
@@ -615,7 +615,7 @@ class Gate:
             if lane.in_flight or (lane.decided and history and lane.history != history):
                 break
             if not entries:
-                # What draws gets a call of its own.
+                # An entry whose envelopes are drawn here is sent in a separate call.
                 most = 0 if batch.draws else self._most_at_once(batch.script, most)
             offers.update(batch.offers)
             if lane.decided:
@@ -799,7 +799,7 @@ class Gate:
             return []
         if parts := entry.halves():
             return list(parts)
-        reason = f"this command cannot be decided, it was set aside: {error}"
+        reason = f"this command cannot be decided: {error}"
         log.error(
             "command %s of offer %s cannot be decided: %s",
             entry.batch.commands[0].id,

@@ -1,4 +1,4 @@
-"""A command that comes alone, as most of a crowd's do, on its way through the gate: it is decided and,
+"""A command that comes alone, as most commands of a crowd do, on its way through the gate: it is decided and,
 if that is promised, journaled. It needs no task and no future: whoever waits for it is called.
 """
 

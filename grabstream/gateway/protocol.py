@@ -211,7 +211,7 @@ class Turns:
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. `connections_max`, `by_address`, `measures` and `turns` are set by `bounded`."""
 
-    #: Beside the attributes of uvicorn's class. With these in the same dict, each would take longer to find.
+    #: Not in the dict of the attributes of uvicorn's class. With these in it, each would take longer to find.
     __slots__ = (
         "_answer_now", "_answered_now", "_began", "_body_tail", "_bytes", "_counted", "_deferred",
         "_deferred_at", "_head_bytes", "_idle_since", "_is_ending", "_is_head", "_reading_since",

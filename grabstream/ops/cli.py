@@ -77,7 +77,7 @@ GROUPS: Final = {
         "completion": ("operate.completion", "Print the shell's completion script."),
     },
     "Rebuild": {
-        "rebuild": ("rebuild.read_models", "Rebuild read models from the events, beside the live versions."),
+        "rebuild": ("rebuild.read_models", "Rebuild read models from the events, next to the live versions."),
         "replay": ("rebuild.replay", "Read past events again: into lines, a topic, or a separate schema."),
         "export": ("rebuild.export", "Export the journal as Parquet files, for DuckDB and other tools."),
         "verify-archive": ("rebuild.export", "Verify every file of an archive that `export` has written."),

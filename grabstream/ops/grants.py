@@ -20,10 +20,10 @@ from grabstream.streams.clients import started
 from grabstream.streams.kafka_internals import create_acl
 from grabstream.streams.relaying.shadow import SHADOW, VERIFIER_SHADOW
 
-#: Rights on Redis by role, beside the keys and channels of the prefix. @dangerous has FLUSHALL, CONFIG, ACL,
-#: KEYS and SHUTDOWN. SCAN, RANDOMKEY, CLIENT TRACKING, CLUSTER GETKEYSINSLOT and PUBSUB name keys or channels
-#: of all prefixes, whatever a user may read; workers need the first. Functions of the server's own are never
-#: deleted by these roles.
+#: Rights on Redis by role, in addition to the keys and channels of the prefix. @dangerous has FLUSHALL,
+#: CONFIG, ACL, KEYS and SHUTDOWN. SCAN, RANDOMKEY, CLIENT TRACKING, CLUSTER GETKEYSINSLOT and PUBSUB name
+#: keys or channels of all prefixes, whatever a user may read; workers need the first. Functions of the
+#: server's own are never deleted by these roles.
 REDIS_RIGHTS: Final = {
     "worker": "+@all -@dangerous -function -script +function|load +function|list +info +config|get",
     "gate": "+@all -@dangerous -function -script -scan -randomkey -client|tracking -cluster|getkeysinslot "

@@ -122,7 +122,8 @@ def copy_in_words(names: Sequence[str]) -> str:
         return ""
     return (
         f"If the system that this one was restored from still runs, change {', '.join(names)} here: what is "
-        "signed for one of the two systems is valid for both (docs/backup.md, A copy beside the original)."
+        "signed for one of the two systems is valid for both (docs/backup.md, Running a copy and the "
+        "original)."
     )
 
 

@@ -16,7 +16,7 @@ from psycopg import AsyncConnection
 
 #: The most bytes of lines in memory: changes of accounts, and sums of accounts in half of it.
 BYTES_MAX: Final = 300_000_000
-#: What Python needs for a line beside its characters: the object, and its place in the list.
+#: What Python needs for a line in addition to its characters: the object, and its place in the list.
 _LINE_BYTES: Final = 80
 #: What it needs for an account that runs debit: the key of two texts, and the sum.
 _DEBIT_BYTES: Final = 4 * _LINE_BYTES

@@ -459,8 +459,8 @@ async def show_cursors(connection: AsyncConnection[Any], schema: str) -> None:
     """Makes the views of cursors and stopped shards show the live versions that have their tables, in the
     caller's transaction.
 
-    Waits until no other transaction does so: read before that one ends, the live versions would be old, and
-    views of a version that is dropped later would be dropped with it.
+    Takes a lock first. Without it, this transaction could read the live versions before a concurrent switch
+    commits, and create views on tables that are dropped later.
     """
     name = f"grabstream-views-{schema}"
     await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (name,))

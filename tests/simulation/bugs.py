@@ -144,7 +144,7 @@ OF_SCRIPTS: Final = (
         ),
     ),
     Bug(
-        "a quantity above the total waits for ever",
+        "a quantity above the total waits without end",
         "a grab above the total was queued, and could never be served",
         (
             (
@@ -441,7 +441,7 @@ OF_STREAMS: Final = (
         ),
     ),
     Bug(
-        "a swallowed cancellation is for ever",
+        "a swallowed cancellation is permanent",
         "a worker that was told to stop went on, since a client had swallowed the cancellation of its task",
         (
             (
@@ -577,7 +577,7 @@ NOT_FOUND: Final = {
         "a statement is carried out at once, so no process hangs in one; hanging sessions are ended by the "
         "clock of PostgreSQL, which is not the simulation's; test_rows_locked_by_a_hanging_process_are_freed"
     ),
-    "a swallowed cancellation is for ever": (
+    "a swallowed cancellation is permanent": (
         "a worker has a second net: it ends all roles after STOP_SECONDS, so the bug costs these seconds, "
         "and breaks no promise; tests/runtime/test_ending.py"
     ),

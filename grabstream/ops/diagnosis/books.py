@@ -523,7 +523,8 @@ def differs(readings: BookReadings, settings: Settings) -> list[Finding]:
 def _not_signed(found: OpenFinding) -> Finding:
     return Finding(
         "risk", f"journal: {found.where}{found.what}",
-        "somebody without a relay's key may write to the journal; nothing of it counts, the books are right",
+        "a client without a relay's key has written to the journal; its records are ignored, and no read "
+        "model is affected",
         "grabstream verify   # shows all offsets; take that right from whoever it was, then: grabstream "
         f"dismiss {found.id}", _ms(found.found_at),
     )  # fmt: skip

@@ -317,7 +317,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             self._progress.set()
 
     def _in_runs(self, records: Sequence[Any]) -> Iterable[tuple[Sequence[Any], Sequence[Grab]]]:
-        """The records in parts, where one may be of grabs: only one topic takes them."""
+        """Groups the records; a group either consists of plain grabs, which only one topic takes, or not."""
         return in_runs(records) if self._decider.takes_grabs else [(records, ())]
 
     def _take_run(self, partition: OpenPartition, records: Sequence[Any], grabs: Sequence[Grab]) -> None:
@@ -460,7 +460,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
 
 
 def _bytes_of(record: Any) -> int:
-    """What a record counts for: its key is kept too, until its commands are answered."""
+    """The bytes of a record toward the bound: its key is kept too, until its commands are answered."""
     return len(record.value or b"") + len(record.key or b"")
 
 

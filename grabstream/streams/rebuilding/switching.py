@@ -95,8 +95,8 @@ async def older_snapshots_gone(
     """Returns when no session that may read `schema` has a snapshot from before this call; after `seconds`,
     raises Busy, which names the sessions.
 
-    In such a snapshot, a table that was filled since would be older, or empty, whatever view it is read
-    through. Any role may call this.
+    A transaction with such a snapshot would see the tables of the new version as they were at the snapshot:
+    older than the live version, or empty. Any role may call this.
     """
     older = await with_snapshot(connection, schema)
     deadline = time.monotonic() + seconds

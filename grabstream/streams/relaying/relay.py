@@ -278,8 +278,8 @@ class ShardRelay:
                 self._step("relay.trimmed")
 
     def _succeeded(self) -> None:
-        """There is nothing to relay, or a block was: a takeover alone does not show that this works, and each
-        one leaves a marker in the journal.
+        """Called when a block was relayed, or there is nothing to relay. A takeover alone does not reset the
+        pause, because each takeover appends a marker.
         """
         self._trouble.over()
         self._pause_seconds = RETRY_SECONDS

@@ -33,8 +33,8 @@ class EventSource(NamedTuple):
 
 
 class SwitchOptions(NamedTuple):
-    """How a new version is shown: although rows differ, with the old version kept, and the maximum seconds to
-    wait for readers.
+    """Options of a switch: whether to switch although rows differ, whether to keep the old version, and how
+    many seconds to wait for readers.
     """
 
     accept: bool
