@@ -22,7 +22,7 @@ UNIONS: Final = {
     events.AnyEvent: ("AnyEvent", "type"),
 }
 #: Names of classes that are private among the structs, because a union has the public one.
-_NAMES: Final = {"_Terms": "CommonTerms", "_PieceTerms": "PieceTerms", "_GrabEvent": "GrabEvent"}
+_NAMES: Final = {"_BaseTerms": "CommonTerms", "_PieceTerms": "PieceTerms", "_GrabEvent": "GrabEvent"}
 #: The hand-written bases of models that do more than other models.
 _BASES: Final = {"Answer": "AnswerModel", "Changes": "ChangesModel", "Command": "CommandModel"}
 _SCALARS: Final = {str: "Text", int: "Whole", bool: "Flag", msgspec.Raw: "JsonObject"}

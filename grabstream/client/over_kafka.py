@@ -52,7 +52,7 @@ STOP_SECONDS_MAX: Final = 5.0
 _NO_BROKERS: Final = "no_brokers"
 
 
-class _Waiting(NamedTuple):
+class _WaitingCommand(NamedTuple):
     offer: str
     user: str | None
     answer: asyncio.Future[Answer]
@@ -82,7 +82,7 @@ class KafkaClient(CommandMethods[Coroutine[Any, Any, Answer], Coroutine[Any, Any
         self._results, self._options = f"{prefix}.results", {"bootstrap_servers": kafka, **options}
         self._consumer = self._new_consumer()
         self._timeout_seconds = timeout_seconds
-        self._waiting: dict[str, list[_Waiting]] = {}
+        self._waiting: dict[str, list[_WaitingCommand]] = {}
         self._reading: asyncio.Task[None] | None = None
         #: Set while answers are read.
         self._is_reading = asyncio.Event()
@@ -173,7 +173,7 @@ class KafkaClient(CommandMethods[Coroutine[Any, Any, Answer], Coroutine[Any, Any
         attempt = 0
         while True:
             is_sent = False
-            waiting = [_Waiting(one.offer, _user_of(one), loop.create_future()) for one in commands]
+            waiting = [_WaitingCommand(one.offer, _user_of(one), loop.create_future()) for one in commands]
             for command, one in zip(commands, waiting, strict=True):
                 self._waiting.setdefault(command.id, []).append(one)
             try:
@@ -213,7 +213,9 @@ class KafkaClient(CommandMethods[Coroutine[Any, Any, Answer], Coroutine[Any, Any
             await asyncio.sleep(pause)
             attempt += 1
 
-    async def _all_of(self, waiting: Sequence[_Waiting], reading: "asyncio.Task[None]") -> tuple[Answer, ...]:
+    async def _all_of(
+        self, waiting: Sequence[_WaitingCommand], reading: "asyncio.Task[None]"
+    ) -> tuple[Answer, ...]:
         pending: set[asyncio.Future[Any]] = {one.answer for one in waiting}
         while pending:
             done, _ = await asyncio.wait({*pending, reading}, return_when=asyncio.FIRST_COMPLETED)
@@ -226,7 +228,7 @@ class KafkaClient(CommandMethods[Coroutine[Any, Any, Answer], Coroutine[Any, Any
         ours = command.offer, _user_of(command)
         return any((one.offer, one.user) == ours for one in self._waiting.get(command.id, ()))
 
-    def _forget(self, id: str, one: _Waiting) -> None:
+    def _forget(self, id: str, one: _WaitingCommand) -> None:
         left = [other for other in self._waiting[id] if other is not one]
         if left:
             self._waiting[id] = left
@@ -394,7 +396,7 @@ def _user_of(command: AnyCommand) -> str | None:
     return command.user if isinstance(command, Grab | GrabCommand) else None
 
 
-def _is_to(answer: Answer, waiting: _Waiting) -> bool:
+def _is_to(answer: Answer, waiting: _WaitingCommand) -> bool:
     """Whether an answer with the id of a command is that command's. An `invalid` one names less if its
     command did: that is not one of a client.
     """

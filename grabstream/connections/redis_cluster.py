@@ -70,7 +70,7 @@ class ClusterServer(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-class _Slots(NamedTuple):
+class _SlotMap(NamedTuple):
     """Which server has which slots: the name of the server by slot (None: none), masters and replicas."""
 
     owners: list[str | None]
@@ -104,7 +104,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         self._open_server = open_server
         self._servers: dict[str, ClusterServer] = {}
         self._first = [self._server(host, port).name for host, port in addresses]
-        self._slots: _Slots | None = None
+        self._slots: _SlotMap | None = None
         self._learning: asyncio.Task[None] | None = None
         self._learned_at = -LEARN_EVERY_SECONDS
         self._closing: set[asyncio.Future[None]] = set()
@@ -271,7 +271,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         """
         await asyncio.sleep(max(0.0, self._learned_at + LEARN_EVERY_SECONDS - time.monotonic()))
         asked = {asyncio.create_task(self._ask(server)) for server in self._servers.values()}
-        best: _Slots | None = None
+        best: _SlotMap | None = None
         reason: object = "it has no servers"
         try:
             while asked and (best is None or best.covered < SLOTS):
@@ -290,7 +290,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             raise ConnectionError(f"no server of the Redis Cluster answers: {reason}")
         self._adopt(best)
 
-    async def _ask(self, server: ClusterServer) -> _Slots | BaseException:
+    async def _ask(self, server: ClusterServer) -> _SlotMap | BaseException:
         try:
             async with asyncio.timeout(LEARN_SECONDS_MAX):
                 reply = await server.client.execute_command("CLUSTER SLOTS")
@@ -308,9 +308,9 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             owners[first : last + 1] = [names[0]] * (last + 1 - first)
             masters[names[0]] = None
             replicas |= dict.fromkeys(names[1:])
-        return _Slots(owners, list(masters), list(replicas))
+        return _SlotMap(owners, list(masters), list(replicas))
 
-    def _adopt(self, slots: _Slots) -> None:
+    def _adopt(self, slots: _SlotMap) -> None:
         before, self._slots = self._slots, slots
         if before is None or before.owners != slots.owners:
             self.version += 1

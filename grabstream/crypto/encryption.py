@@ -40,7 +40,7 @@ class _PublicPoint(msgspec.Struct, forbid_unknown_fields=True):
     y: Annotated[str, msgspec.Meta(min_length=43, max_length=43)]
 
 
-class _Header(msgspec.Struct, forbid_unknown_fields=True):
+class _TokenHeader(msgspec.Struct, forbid_unknown_fields=True):
     """All that a header may have. With `zip`, a short text could become one of any length; with `crit`, or
     another algorithm, it would mean something else.
     """
@@ -52,7 +52,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     epk: _PublicPoint
 
 
-_decode_header = msgspec.json.Decoder(_Header).decode
+_decode_header = msgspec.json.Decoder(_TokenHeader).decode
 
 
 class EncryptionKey:

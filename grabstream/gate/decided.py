@@ -54,7 +54,7 @@ class LostDecision(NamedTuple):
 ReportLost = Callable[[Sequence[LostDecision]], Awaitable[None]]
 
 
-class _Kept(NamedTuple):
+class _DecidedList(NamedTuple):
     history: int
     seq: int
     commands: Sequence[AnyCommand]
@@ -141,7 +141,7 @@ class DecidedAnswers:
         self._journaled = journaled
         self._measures = measures or GateMeasures()
         self._reports = _Reports(report, self._measures)
-        self._kept: dict[int, deque[_Kept]] = {}
+        self._kept: dict[int, deque[_DecidedList]] = {}
         #: The number of answers that are not known to be journaled yet.
         self.kept = 0
         self._is_full = False
@@ -157,7 +157,7 @@ class DecidedAnswers:
         if not seq or self._journaled.is_known(shard, history, seq) or not self._has_room(len(answers)):
             return
         self.kept += len(answers)
-        self._kept.setdefault(shard, deque()).append(_Kept(history, seq, commands, answers))
+        self._kept.setdefault(shard, deque()).append(_DecidedList(history, seq, commands, answers))
         if shard not in self._tasks or self._tasks[shard].done():
             self._tasks[shard] = asyncio.create_task(self._follow(shard))
 
@@ -204,7 +204,9 @@ class DecidedAnswers:
                 kept.clear()
                 kept.extend(left)
 
-    async def _check(self, shard: int, kept: _Kept, history: int, told: set[tuple[str, int]]) -> _Kept:
+    async def _check(
+        self, shard: int, kept: _DecidedList, history: int, told: set[tuple[str, int]]
+    ) -> _DecidedList:
         """After a recovery that led to a history: an answer that is no longer stored under its id is lost;
         returns the others, for this history. If there is a further recovery meanwhile, `kept` as it is.
 
@@ -227,7 +229,7 @@ class DecidedAnswers:
                 told.add(answered)
                 self._reports.add(decision)
         seq = max((answer.seq for _, answer in rest if answer.seq is not None), default=0)
-        return _Kept(history, seq, [command for command, _ in rest], [answer for _, answer in rest])
+        return _DecidedList(history, seq, [command for command, _ in rest], [answer for _, answer in rest])
 
     async def _recorded(self, shard: int, command: AnyCommand, answer: Answer) -> list[tuple[int, int]]:
         """Seq and time of the events of the answers that are stored for a command."""

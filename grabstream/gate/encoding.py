@@ -102,7 +102,7 @@ class GrantRun(msgspec.Struct, frozen=True, array_like=True):
     amounts: str
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class AnswerRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The answer to a command, as `list_row` in includes/records.lua lists it: the last places are omitted if
     they are empty. An empty table of details is a list.
     """
@@ -126,7 +126,7 @@ class ScriptReply(msgspec.Struct, frozen=True, array_like=True):
 
     code: int
     history_or_retry_at: int = 0
-    rows_or_message: list[Row] | str = ""
+    rows_or_message: list[AnswerRow] | str = ""
     run: GrantRun | None = None
 
 
@@ -144,13 +144,13 @@ def granted_answers(shard: int, commands: Sequence[Any], run: GrantRun) -> list[
     )  # fmt: skip
 
 
-def are_confirmed(rows: Sequence[Row]) -> bool:
+def are_confirmed(rows: Sequence[AnswerRow]) -> bool:
     """Whether all rows are those of holds that were confirmed for the first time, without coupons."""
     codes = [row.code for row in rows if not (row.repeated or row.retry_at or row.details)]
     return 0 < len(rows) == codes.count(CONFIRMED)
 
 
-def confirmed_answers(shard: int, commands: Sequence[Confirm], rows: Sequence[Row]) -> list[Answer]:
+def confirmed_answers(shard: int, commands: Sequence[Confirm], rows: Sequence[AnswerRow]) -> list[Answer]:
     """Returns the answers to the first of these commands, those with such rows (`are_confirmed`)."""
     seqs, times, amounts, quantities, places, lefts = zip(*map(_numbers_of_row, rows), strict=True)
     ids, grabs, users, offers = zip(*map(_named_by_confirm, commands[: len(rows)]), strict=True)
@@ -525,7 +525,7 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
 # -- answers -------------------------------------------------------------------------------------------------
 
 
-def answer_of(shard: int, command: AnyCommand, row: Row, sealer: Sealer) -> Answer:
+def answer_of(shard: int, command: AnyCommand, row: AnswerRow, sealer: Sealer) -> Answer:
     """Returns the answer to a command from its row."""
     code = row.code
     if not row.details and type(command) is Grab:
@@ -603,17 +603,17 @@ def as_sent(commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> list[A
     ]
 
 
-def _compared(command: AnyCommand, row: Row, details: dict[str, Any], sealer: Sealer) -> Row:
+def _compared(command: AnyCommand, row: AnswerRow, details: dict[str, Any], sealer: Sealer) -> AnswerRow:
     """Returns the row of a command whose stored digest has another form or key than the digest sent: compares
     the stored digest with the command here.
     """
     try:
         if sealer.digests.is_of(details["kept"], command):
-            return Row(*details["first"])
+            return AnswerRow(*details["first"])
         others = {name: value for name, value in details.items() if name not in ("kept", "first")}
         return msgspec.structs.replace(row, details=others)
     except CannotCompare as error:
-        return Row(int(Outcome.conflict), 0, row.at, details={"message": str(error)})
+        return AnswerRow(int(Outcome.conflict), 0, row.at, details={"message": str(error)})
 
 
 def _fields_of_details(

@@ -751,7 +751,7 @@ class Gate:
         return rest
 
     def _answers_of(
-        self, shard: int, commands: Sequence[AnyCommand], rows: Sequence[encoding.Row]
+        self, shard: int, commands: Sequence[AnyCommand], rows: Sequence[encoding.AnswerRow]
     ) -> list[Answer]:
         """The answers to the first of these commands, of which there are such rows."""
         try:
@@ -760,7 +760,7 @@ class Gate:
             # One of them causes the error: the others get their answers.
             return list(map(self._answer_of, repeat(shard), commands, rows))
 
-    def _answer_of(self, shard: int, command: AnyCommand, row: encoding.Row) -> Answer:
+    def _answer_of(self, shard: int, command: AnyCommand, row: encoding.AnswerRow) -> Answer:
         try:
             return encoding.answer_of(shard, command, row, self._sealer)
         except Exception as error:
@@ -905,7 +905,7 @@ def _beside_min(shard: ShardQueue) -> int:
     return BESIDE_FAST_COMMANDS_MIN if shard.is_fast else BESIDE_COMMANDS_MIN
 
 
-def _partial_answer(shard: int, command: AnyCommand, row: encoding.Row, error: Exception) -> Answer:
+def _partial_answer(shard: int, command: AnyCommand, row: encoding.AnswerRow, error: Exception) -> Answer:
     """Returns the answer to a decided command whose row cannot be read completely: only outcome and event."""
     message = f"decided, but the rest of the answer cannot be read: {type(error).__name__}: {error}"
     return Answer(

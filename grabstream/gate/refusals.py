@@ -81,7 +81,7 @@ class RefusalLog:
         end: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._sample = sample or RefusalSample()
-        self._places = {name: _Place(name, write) for name, write in writes.items()}
+        self._places = {name: _RefusalSink(name, write) for name, write in writes.items()}
         self._end = end
         self._second = 0
         self._taken = 0
@@ -136,7 +136,7 @@ class RefusalLog:
         finally:
             await end(tasks)
 
-    async def _run(self, place: "_Place") -> None:
+    async def _run(self, place: "_RefusalSink") -> None:
         logged = 0
         while True:
             await asyncio.sleep(seconds_to_tick(FLUSH_EVERY_SECONDS))
@@ -174,7 +174,7 @@ class RefusalLog:
                 await self._end()
 
 
-class _Place:
+class _RefusalSink:
     """Where refusals are written: `waiting` are those that are not there yet."""
 
     def __init__(self, name: str, write: Write) -> None:

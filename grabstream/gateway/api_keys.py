@@ -49,7 +49,7 @@ def digest_of(secret: bytes) -> bytes:
     return sha256(secret).digest()
 
 
-class _Kept(NamedTuple):
+class _KnownSecret(NamedTuple):
     """A secret that may be valid: its digest, whose it is, and until when (ms since 1970 UTC)."""
 
     digest: bytes
@@ -67,11 +67,11 @@ class KeyRing:
     ) -> None:
         self._read = read
         self._stale_seconds_max = stale_seconds_max
-        self._kept: dict[bytes, _Kept] = {}
+        self._kept: dict[bytes, _KnownSecret] = {}
         self._usable_until = 0.0
         self._is_failing = False
         # What an unknown secret is compared with, so that it takes as long as a known one.
-        self._nobody = _Kept(secrets.token_bytes(32), Caller(""), 0)
+        self._nobody = _KnownSecret(secrets.token_bytes(32), Caller(""), 0)
 
     def caller_of(self, secret: bytes) -> Caller | None:
         """The service that a secret belongs to; None for one that is not valid. Raises Problem while no keys
@@ -120,10 +120,10 @@ class KeyRing:
                 log.exception("the API keys cannot be read")
 
 
-def _secrets_of(row: Mapping[str, Any]) -> list[_Kept]:
+def _secrets_of(row: Mapping[str, Any]) -> list[_KnownSecret]:
     caller = Caller(row["name"], frozenset(row["scopes"]))
     ends = row.get("expires_at", _FOR_EVER)
-    found = [_Kept(bytes(row["sha256"]), caller, ends)]
+    found = [_KnownSecret(bytes(row["sha256"]), caller, ends)]
     if "previous_sha256" in row:
-        found.append(_Kept(bytes(row["previous_sha256"]), caller, min(ends, row["previous_until"])))
+        found.append(_KnownSecret(bytes(row["previous_sha256"]), caller, min(ends, row["previous_until"])))
     return found

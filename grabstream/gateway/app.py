@@ -162,7 +162,7 @@ class Application:
         for name in (NO_OPERATION, *(operation.name for operation in operations)):
             _ = self.measures.operations[name]
         self._router = Router(
-            [Route(path, _Place(self, methods)) for path, methods in by_path.items()],
+            [Route(path, _Route(self, methods)) for path, methods in by_path.items()],
             redirect_slashes=False,
             default=_nowhere,
         )
@@ -475,7 +475,7 @@ class Application:
         return document_reply(b'{"status":"ok"}')
 
 
-class _Place:
+class _Route:
     """All methods of one path, as an ASGI application for the router; the reply goes into the scope."""
 
     def __init__(self, application: Application, methods: Mapping[str, Operation]) -> None:

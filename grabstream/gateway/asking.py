@@ -30,12 +30,12 @@ from grabstream.gateway.bounds import (
     SHUFFLED_OFFERS_MAX,
     WAITING_POSITIONS_MAX,
 )
-from grabstream.gateway.caching import Cache, Kept, digest_of, tag_of
+from grabstream.gateway.caching import Cache, KeptDocument, digest_of, tag_of
 from grabstream.gateway.operations import KINDS, OFFER_ORDERS, OFFER_STATES, OPERATIONS, TAKEN_ORDERS
 from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.gateway.positions import WAITING_PLACES, position_in
 from grabstream.gateway.problems import JSON, SECURE_HEADERS, Header, Problem, Reply, invalid, retry_soon
-from grabstream.gateway.reaching import Reached
+from grabstream.gateway.reaching import LastSeqs
 from grabstream.gateway.requests import Request, chosen, fields_of, query_of
 from grabstream.gateway.shuffling import Shuffled
 from grabstream.gateway.slots import Slots
@@ -110,11 +110,11 @@ _TRANSFERS: Final = """
 KeyOf = Callable[[str], Awaitable[UserKey | None]]
 
 
-class _Named(msgspec.Struct):
+class _OfferName(msgspec.Struct):
     offer: str
 
 
-_decode_listed = msgspec.json.Decoder(list[_Named] | str).decode
+_decode_listed = msgspec.json.Decoder(list[_OfferName] | str).decode
 _decode_places = msgspec.json.Decoder(list[int]).decode
 _decode_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -145,7 +145,7 @@ class QueryHandlers:
         cache: Cache,
         tokens: PaymentTokens | None = None,
         key_of: KeyOf | None = None,
-        reached: Reached | None = None,
+        reached: LastSeqs | None = None,
     ) -> None:
         self._key_of = key_of
         self._reached = reached
@@ -188,7 +188,12 @@ class QueryHandlers:
         return self._reply(request, name, asked, arguments, kept)
 
     def _reply(
-        self, request: Request, name: str, asked: Mapping[str, str], arguments: Mapping[str, str], kept: Kept
+        self,
+        request: Request,
+        name: str,
+        asked: Mapping[str, str],
+        arguments: Mapping[str, str],
+        kept: KeptDocument,
     ) -> Reply:
         target = request.scope["raw_path"], request.scope["query_string"]
         if "after" not in asked and len(target[0]) + len(target[1]) <= PARSED_BYTES_MAX:
@@ -259,7 +264,7 @@ class QueryHandlers:
         [row] = await self._books.rows(query, [*values, SHUFFLED_NAMES_MAX])
         return _encode(row.get("names", ""))
 
-    def _listed_in(self, source: Kept) -> _Listed:
+    def _listed_in(self, source: KeptDocument) -> _Listed:
         """The offers of a document of `_to_shuffle`."""
         if source.tag not in self._listed:
             add_bounded(self._listed, source.tag, _Listed(source.body), SHUFFLED_LISTS_MAX)

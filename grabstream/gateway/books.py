@@ -58,7 +58,7 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 Seqs = Mapping[tuple[str, int], int]
 
 
-class _Seen(NamedTuple):
+class _KnownSeqs(NamedTuple):
     """The position of read models at a time (monotonic, s), or earlier."""
 
     since: float
@@ -77,7 +77,7 @@ class BooksReader:
         self._pool = pool
         self._asking: asyncio.Task[Seqs] | None = None
         #: Positions of read models, from the oldest to the newest.
-        self._seen = deque[_Seen](maxlen=SEEN_MAX)
+        self._seen = deque[_KnownSeqs](maxlen=SEEN_MAX)
 
     async def rows(self, query: str, parameters: Parameters = ()) -> list[Row]:
         """The rows of a query. Values that are absent are left out; sums are integers."""
@@ -170,7 +170,7 @@ class BooksReader:
         if self._seen and any(seqs.get(key, 0) < seq for key, seq in self._seen[-1].seqs.items()):
             # Another version of a read model is live now: what was seen before says nothing about it.
             self._seen.clear()
-        self._seen.append(_Seen(time.monotonic(), seqs))
+        self._seen.append(_KnownSeqs(time.monotonic(), seqs))
         return seqs
 
 

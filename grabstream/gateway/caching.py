@@ -25,7 +25,7 @@ ENTRY_BYTES = 400
 RENEWED_SECONDS = 0.05
 
 
-class Kept(NamedTuple):
+class KeptDocument(NamedTuple):
     """A document with its tag, a time (monotonic, s) not after its reading, and the time until which it is
     fresh. For the document of another gateway (not `is_own`), the first is approximate.
     """
@@ -44,10 +44,10 @@ class _Making(NamedTuple):
 
     since: float
     is_own: bool
-    task: asyncio.Task[Kept]
+    task: asyncio.Task[KeptDocument]
 
 
-def _is_read_since(document: Kept | _Making, since: float | None) -> bool:
+def _is_read_since(document: KeptDocument | _Making, since: float | None) -> bool:
     """Whether this gateway has certainly read a document after a time; None: at any time, by any gateway."""
     return since is None or (document.is_own and document.since >= since)
 
@@ -70,10 +70,10 @@ class Cache:
         #: Questions that a kept answer, or one that was being made, has answered; and the others.
         self.hits = 0
         self.misses = 0
-        self._kept: OrderedDict[bytes, Kept] = OrderedDict()
+        self._kept: OrderedDict[bytes, KeptDocument] = OrderedDict()
         self._making: dict[bytes, _Making] = {}
 
-    def kept(self, key: bytes, read_since: float | None = None) -> Kept | None:
+    def kept(self, key: bytes, read_since: float | None = None) -> KeptDocument | None:
         """The document of a digest, if it is kept and fresh, and was read since a time."""
         kept = self._kept.get(key)
         if kept is None or time.monotonic() >= kept.until or not _is_read_since(kept, read_since):
@@ -89,7 +89,7 @@ class Cache:
         make: Callable[[], Awaitable[bytes]],
         read_since: float | None = None,
         room: Room | None = None,
-    ) -> Kept:
+    ) -> KeptDocument:
         """The document that answers a question: a kept one, or what `make` returns. With `read_since`, one
         that this gateway has read since then (monotonic, s); it is kept for others. Takes `room`
         to make one, or to wait for one that is being made already. Raises the errors of `make` and `room`.
@@ -114,7 +114,7 @@ class Cache:
         finding = self._make(key, make, LookUpResult()) if is_own else self._find(key, make)
         making = self._making[key] = _Making(time.monotonic(), is_own, asyncio.create_task(finding))
 
-        def made(task: asyncio.Task[Kept]) -> None:
+        def made(task: asyncio.Task[KeptDocument]) -> None:
             # One that was begun later may have taken its place.
             if self._making.get(key) is making:
                 del self._making[key]
@@ -122,7 +122,9 @@ class Cache:
         making.task.add_done_callback(made)
         return making
 
-    def derived(self, name: str, asked: Mapping[str, str], source: Kept, make: Callable[[], bytes]) -> Kept:
+    def derived(
+        self, name: str, asked: Mapping[str, str], source: KeptDocument, make: Callable[[], bytes]
+    ) -> KeptDocument:
         """A document that is derived from another one, which was requested before: as old as that one, and
         kept in this gateway alone.
         """
@@ -134,7 +136,7 @@ class Cache:
         body = make()
         return self._keep_newest(key, source._replace(body=body, tag=tag_of(body)))
 
-    async def _find(self, key: bytes, make: Callable[[], Awaitable[bytes]]) -> Kept:
+    async def _find(self, key: bytes, make: Callable[[], Awaitable[bytes]]) -> KeptDocument:
         """The document of another gateway, or a new one."""
         if self._shared is None or not self._shared.is_up:
             return await self._make(key, make, LookUpResult())
@@ -144,9 +146,13 @@ class Cache:
         now = time.monotonic()
         since = now - found.age
         until = max(since + self._seconds, now + RENEWED_SECONDS)
-        return self._keep_newest(key, Kept(found.body, tag_of(found.body), since, until, is_own=False))
+        return self._keep_newest(
+            key, KeptDocument(found.body, tag_of(found.body), since, until, is_own=False)
+        )
 
-    async def _make(self, key: bytes, make: Callable[[], Awaitable[bytes]], found: LookUpResult) -> Kept:
+    async def _make(
+        self, key: bytes, make: Callable[[], Awaitable[bytes]], found: LookUpResult
+    ) -> KeptDocument:
         # The age of an answer counts from before it was read.
         since = time.monotonic()
         try:
@@ -155,13 +161,13 @@ class Cache:
             if self._shared is not None and found.maker:
                 await self._shared.give_up(key, found)
             raise
-        kept = Kept(body, tag_of(body), since, since + self._seconds)
+        kept = KeptDocument(body, tag_of(body), since, since + self._seconds)
         self._keep_newest(key, kept)
         if self._shared is not None and self._shared.is_up:
             await self._shared.store(key, body, time.monotonic() - since, found)
         return kept
 
-    def _keep_newest(self, key: bytes, kept: Kept) -> Kept:
+    def _keep_newest(self, key: bytes, kept: KeptDocument) -> KeptDocument:
         """Keeps a document unless a newer one is kept; returns the newer one of both."""
         before = self._kept.get(key)
         if before is not None and before.since > kept.since:
@@ -169,7 +175,7 @@ class Cache:
         self._keep(key, kept)
         return kept
 
-    def _keep(self, key: bytes, kept: Kept) -> None:
+    def _keep(self, key: bytes, kept: KeptDocument) -> None:
         before = self._kept.pop(key, None)
         self._bytes += len(kept.body) - (len(before.body) if before else -ENTRY_BYTES)
         self._kept[key] = kept

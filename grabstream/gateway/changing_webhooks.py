@@ -22,7 +22,7 @@ _HEADERS: Final = ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS)
 _encode = msgspec.json.Encoder().encode
 
 
-class _State(msgspec.Struct, forbid_unknown_fields=True):
+class _WebhookState(msgspec.Struct, forbid_unknown_fields=True):
     """Whether events are sent."""
 
     state: Literal["active", "paused"]
@@ -40,7 +40,7 @@ class _Discard(msgspec.Struct, forbid_unknown_fields=True):
     event: str
 
 
-_decode_state = msgspec.json.Decoder(_State).decode
+_decode_state = msgspec.json.Decoder(_WebhookState).decode
 _decode_resend = msgspec.json.Decoder(_Resend).decode
 _decode_discard = msgspec.json.Decoder(_Discard).decode
 

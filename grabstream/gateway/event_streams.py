@@ -615,11 +615,11 @@ def _singles_of(row: Row, users: Mapping[str, Any] | None) -> Iterator[Single]:
         yield Single(one.seq, row["type"], getattr(one, "user", None), encode_event(one))
 
 
-class _Named(msgspec.Struct):
+class _LineUser(msgspec.Struct):
     user: str | None = None
 
 
-_decode_named = msgspec.json.Decoder(_Named).decode
+_decode_named = msgspec.json.Decoder(_LineUser).decode
 
 
 def _user_of(line: bytes) -> str | None:

@@ -57,7 +57,7 @@ WAITING_PLACES: Final = "SELECT place FROM grabs WHERE offer = %s AND is_waiting
 _encode = msgspec.json.Encoder().encode
 
 
-class _Place(NamedTuple):
+class _QueuePlace(NamedTuple):
     """A grab's number on its waiting list, and the shard of the list."""
 
     shard: int
@@ -65,7 +65,7 @@ class _Place(NamedTuple):
 
 
 #: By offer and grab.
-_Places = dict[tuple[str, str], _Place]
+_Places = dict[tuple[str, str], _QueuePlace]
 
 
 class _Moved(NamedTuple):
@@ -238,7 +238,7 @@ class WaitingPositions:
                     self._waiters[stream] = waiter
             return
         for row in rows:
-            found[row["user"]][row["offer"], row["grab"]] = _Place(row["shard"], row["place"])
+            found[row["user"]][row["offer"], row["grab"]] = _QueuePlace(row["shard"], row["place"])
         for stream in streams:
             waiter = self._waiters.get(stream)
             if waiter is None:

@@ -16,7 +16,7 @@ from grabstream.runtime.trouble import suppressed_trouble
 ANSWER_SECONDS_MAX: Final = 1.0
 
 
-class Reached:
+class LastSeqs:
     """The last events of shards. Concurrent requests about a shard share one query."""
 
     def __init__(self, redis: Any, keys: KeySpace) -> None:

@@ -48,11 +48,11 @@ _HEADERS: Final = ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS)
 _encode = msgspec.json.Encoder().encode
 
 
-class _Body(msgspec.Struct, forbid_unknown_fields=True):
+class _ReceiptBody(msgspec.Struct, forbid_unknown_fields=True):
     receipt: str
 
 
-_decode_body = msgspec.json.Decoder(_Body).decode
+_decode_body = msgspec.json.Decoder(_ReceiptBody).decode
 
 
 class Receipts:

@@ -462,11 +462,11 @@ def _check_of_the_key(field: str, value: Any, service: str) -> None:
 # -- end users -----------------------------------------------------------------------------------------------
 
 
-class _Named(msgspec.Struct):
+class _UserField(msgspec.Struct):
     user: Any = msgspec.UNSET
 
 
-_decode_named = msgspec.json.Decoder(_Named).decode
+_decode_named = msgspec.json.Decoder(_UserField).decode
 
 
 def _with_user(request: Request, given: Mapping[str, str], body: bytes) -> Mapping[str, str]:
@@ -503,11 +503,11 @@ def _check_own(request: Request, grab: Grab) -> None:
         )
 
 
-class _Addressed(msgspec.Struct):
+class _OfferField(msgspec.Struct):
     offer: Any = msgspec.UNSET
 
 
-_decode_addressed = msgspec.json.Decoder(_Addressed).decode
+_decode_addressed = msgspec.json.Decoder(_OfferField).decode
 
 
 def opening_of(request: Request, body: bytes) -> AnyCommand:

@@ -38,7 +38,7 @@ async def listening(
     )  # fmt: skip
 
     def accept() -> asyncio.BaseProtocol:
-        return server() if len(server.connections) < CONNECTIONS_MAX else _Refused()
+        return server() if len(server.connections) < CONNECTIONS_MAX else _ClosedConnection()
 
     host, port = host_and_port(address)
     try:
@@ -68,7 +68,7 @@ async def listening(
             await asyncio.wait(tasks, timeout=2 * SHUTDOWN_SECONDS_MAX)
 
 
-class _Refused(asyncio.Protocol):
+class _ClosedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 

@@ -30,12 +30,12 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     expires_at: Count
 
 
-class _Header(msgspec.Struct):
+class _ApprovalHeader(msgspec.Struct):
     kid: str
 
 
 _decode: Final = msgspec.json.Decoder(Approval).decode
-_decode_header: Final = msgspec.json.Decoder(_Header).decode
+_decode_header: Final = msgspec.json.Decoder(_ApprovalHeader).decode
 encode_approval: Final = msgspec.json.Encoder().encode
 
 

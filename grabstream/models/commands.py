@@ -282,7 +282,7 @@ _decode_raw_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_list = msgspec.json.Decoder(list[AnyCommand]).decode
 
 
-class _Addressed(msgspec.Struct):
+class _AnswerFields(msgspec.Struct):
     """The fields of an undecodable command that an answer needs, each undecoded."""
 
     id: msgspec.Raw = msgspec.Raw(b"null")
@@ -298,7 +298,7 @@ def _not_json(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
-_decode_addressed = msgspec.json.Decoder(_Addressed).decode
+_decode_addressed = msgspec.json.Decoder(_AnswerFields).decode
 _LOOKS_LIKE_A_BASKET: Final = re.compile(rb'"basket"\s*:\s*"([^"\\]{1,64})"')
 _decode_text = msgspec.json.Decoder(str).decode
 #: No number is read: some would be refused, or take long.

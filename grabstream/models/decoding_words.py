@@ -25,13 +25,13 @@ _hinted = re.compile(
 ).match
 
 
-class _Terms(msgspec.Struct):
+class _FieldWords(msgspec.Struct):
     kind: str | None = None
 
 
 class _Tagged(msgspec.Struct):
     type: str | None = None
-    terms: _Terms | None = None
+    terms: _FieldWords | None = None
 
 
 _decode_tagged = msgspec.json.Decoder(_Tagged).decode

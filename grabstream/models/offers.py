@@ -96,7 +96,7 @@ class Hours(
     until: TimeOfDay = "24:00"
 
 
-class _Terms(
+class _BaseTerms(
     msgspec.Struct,
     tag_field="kind",
     frozen=True,
@@ -151,7 +151,7 @@ class _Terms(
     ] = RETIRE_AFTER_MS
 
 
-class EnvelopeTerms(_Terms, tag="envelope", frozen=True, kw_only=True):
+class EnvelopeTerms(_BaseTerms, tag="envelope", frozen=True, kw_only=True):
     """A sum of money in random parts, one for each user."""
 
     funding: Annotated[Id, Meta(description="id of the payment that funded the offer")]
@@ -188,7 +188,7 @@ class EnvelopeTerms(_Terms, tag="envelope", frozen=True, kw_only=True):
     ] = None
 
 
-class _PieceTerms(_Terms, frozen=True, kw_only=True):
+class _PieceTerms(_BaseTerms, frozen=True, kw_only=True):
     """Units that are counted, limited, held until paid, and given back."""
 
     limits: Annotated[

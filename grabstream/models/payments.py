@@ -149,7 +149,7 @@ class PaymentAnswer(_ReadClaims, frozen=True, kw_only=True):
     payments: tuple[PaymentState, ...]
 
 
-class _PaymentAnswer(_ReadClaims, frozen=True, kw_only=True):
+class _UndecodedAnswer(_ReadClaims, frozen=True, kw_only=True):
     """An answer whose states are not decoded yet, so that one that is wrong voids no other."""
 
     aud: Audience
@@ -163,7 +163,7 @@ encode_claims = msgspec.json.Encoder().encode
 _decode_token = msgspec.json.Decoder(PaymentToken).decode
 _decode_receipt = msgspec.json.Decoder(Receipt).decode
 _decode_query = msgspec.json.Decoder(PaymentQuery).decode
-_decode_answer = msgspec.json.Decoder(_PaymentAnswer).decode
+_decode_answer = msgspec.json.Decoder(_UndecodedAnswer).decode
 _decode_state = msgspec.json.Decoder(PaymentState).decode
 
 

@@ -14,7 +14,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
-class _Position(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class _ShardPosition(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The position of a program in a shard: it has all events up to `seq`. `line_seq`, `head`, `next_offset`,
     `term` and `owner` are the reader's cursor after the last whole line up to there.
     """
@@ -34,7 +34,7 @@ class _Text(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     prefix: str = ""
     shards: _Count = 0
     journal: str = ""
-    positions: dict[str, _Position] = {}
+    positions: dict[str, _ShardPosition] = {}
 
 
 class EventCursor:
@@ -72,7 +72,9 @@ class EventCursor:
         """The cursor as a text, to be stored together with the results of the events."""
         prefix, shards, journal = self._system
         positions = {
-            str(shard): _Position(seq, line.seq, line.head.hex(), line.next_offset, line.term, line.owner)
+            str(shard): _ShardPosition(
+                seq, line.seq, line.head.hex(), line.next_offset, line.term, line.owner
+            )
             for shard, (seq, line) in sorted(self._positions.items())
         }
         return msgspec.json.encode(_Text(1, prefix, shards, journal, positions)).decode()

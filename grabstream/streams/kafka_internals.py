@@ -79,10 +79,10 @@ class Records:
         self._at = start + _LOG_OVERHEAD + length
         if self._data[start + _VERSION_AT] < 2:
             return batch
-        return Batch(batch, memoryview(self._data)[start : self._at])
+        return RecordBatch(batch, memoryview(self._data)[start : self._at])
 
 
-class Batch:
+class RecordBatch:
     """A batch of aiokafka whose records can be read, whatever they are."""
 
     def __init__(self, batch: Any, data: memoryview) -> None:

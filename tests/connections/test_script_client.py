@@ -19,7 +19,7 @@ from redis.exceptions import (
 
 from bench.stage import private_redis
 from grabstream.connections.opening import cancellable, open_redis
-from grabstream.connections.redis_cluster import SLOTS, ClusterClient, _Slots
+from grabstream.connections.redis_cluster import SLOTS, ClusterClient, _SlotMap
 from grabstream.lua import script_client
 from grabstream.lua.script_client import ScriptClient
 from grabstream.runtime.ending import end
@@ -316,10 +316,10 @@ async def test_calls_to_a_master_of_a_cluster_end_when_another_replaces_it(serve
             lambda host, port: ScriptClient(host=host, port=port),
         )
         before, after = f"127.0.0.1:{server}", f"127.0.0.1:{other}"
-        cluster._adopt(_Slots([before] * SLOTS, [before], [after]))
+        cluster._adopt(_SlotMap([before] * SLOTS, [before], [after]))
         client = cluster._servers[before].client
         [call] = await hanging_calls(client, 1)
-        cluster._adopt(_Slots([after] * SLOTS, [after], [before]))
+        cluster._adopt(_SlotMap([after] * SLOTS, [after], [before]))
         with pytest.raises(ConnectionError):
             async with asyncio.timeout(90):
                 await call

@@ -19,7 +19,7 @@ from grabstream.gateway.books import open_books
 from grabstream.gateway.bounds import AFTER_SECONDS_MAX, CACHE_SECONDS
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.problems import Problem
-from grabstream.gateway.reaching import Reached
+from grabstream.gateway.reaching import LastSeqs
 from grabstream.gateway.requests import Request
 from grabstream.lua.server import server_epoch_of
 from grabstream.models.outcomes import Outcome
@@ -514,7 +514,7 @@ async def test_a_shard_that_may_have_lost_events_does_not_say_how_far_it_is(sett
     keys = key_space(settings)
     state = keys.shard(1).state
     redis = open_redis(settings)
-    reached = Reached(redis, keys)
+    reached = LastSeqs(redis, keys)
     try:
         assert await reached.last_seq(1) is None, "there is nothing of it"
         good = {"seq": "17", "server_epoch": await server_epoch_of(redis, state)}
@@ -533,7 +533,7 @@ async def test_a_shard_that_may_have_lost_events_does_not_say_how_far_it_is(sett
         await redis.aclose()
     [port] = free_ports(1)
     away = open_redis(settings.model_copy(update={"redis_url": f"redis://127.0.0.1:{port}/0"}))
-    assert await Reached(away, keys).last_seq(1) is None
+    assert await LastSeqs(away, keys).last_seq(1) is None
     await away.aclose()
 
 

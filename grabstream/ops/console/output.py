@@ -101,7 +101,7 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Decimal) and value == value.to_integral_value() else str(value)
 
 
-class _Table(Table):
+class _WideTable(Table):
     """A table that becomes wider than the terminal rather than cut a word, so that ids can be copied."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -113,7 +113,7 @@ class _Table(Table):
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table. Columns of numbers are right-aligned."""
-    drawn = _Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    drawn = _WideTable(title=title, title_justify="left", title_style="bold", header_style="dim")
     rows = [list(row) for row in rows]
     written = [list(map(_cell_text, row)) for row in rows]
     for index, column in enumerate(columns):

@@ -93,7 +93,7 @@ class Steps:
             )
 
 
-class _Rate(ProgressColumn):
+class _EventRate(ProgressColumn):
     """Events so far, and events per second."""
 
     def render(self, task: Task) -> Text:
@@ -112,7 +112,7 @@ class ReadingBar:
             TextColumn("{task.description}"),
             bar(),
             TextColumn("{task.percentage:>3.0f}%"),
-            _Rate(),
+            _EventRate(),
             TimeRemainingColumn(),
         )
         self._progress = Progress(

@@ -24,7 +24,7 @@ from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import Limit
 
 
-class Counter(NamedTuple):
+class CounterName(NamedTuple):
     """Identifies a counter: its owner (an offer or a campaign), its limit, and the user or value it
     counts.
     """
@@ -45,7 +45,7 @@ class Counted(NamedTuple):
     used: int
 
 
-class _Rules(NamedTuple):
+class _CounterRules(NamedTuple):
     """The limits of an offer; `campaign_offsets` are the time zone offsets of the campaign's first offer."""
 
     offsets: Offsets
@@ -67,34 +67,34 @@ class _Campaign(msgspec.Struct):
     offers: set[str] = msgspec.field(default_factory=set)
 
 
-class _Terms(msgspec.Struct):
+class _LimitTerms(msgspec.Struct):
     limits: tuple[Limit, ...] = ()
 
 
-class _Changes(msgspec.Struct):
+class _LimitChanges(msgspec.Struct):
     limits: tuple[Limit, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
-_terms = msgspec.json.Decoder(_Terms).decode
-_changes = msgspec.json.Decoder(_Changes).decode
+_terms = msgspec.json.Decoder(_LimitTerms).decode
+_changes = msgspec.json.Decoder(_LimitChanges).decode
 
 #: The counters that units are counted under: (counter, period of its limit, window).
-_Under = tuple[tuple[Counter, str, int], ...]
+_Under = tuple[tuple[CounterName, str, int], ...]
 
 
 class LimitCounters:
     """All counters changed by the events fed. Events are fed in the order of the shard."""
 
     def __init__(self) -> None:
-        self._rules: dict[str, _Rules] = {}
+        self._rules: dict[str, _CounterRules] = {}
         self._campaigns: dict[str, _Campaign] = {}
-        self._values: dict[Counter, tuple[int, int]] = {}
+        self._values: dict[CounterName, tuple[int, int]] = {}
         #: (offer, grab) → its counted units, oldest first
         self._counted_units: dict[tuple[str, str], list[tuple[int, _Under]]] = {}
         #: (offer, grab) → the counters that the grab was first counted under
         self._first: dict[tuple[str, str], _Under] = {}
 
-    def used(self, counter: Counter, window: int) -> int:
+    def used(self, counter: CounterName, window: int) -> int:
         """How many units a counter has in a window."""
         counted_in, units = self._values.get(counter, (0, 0))
         return units if counted_in == window else 0
@@ -117,7 +117,9 @@ class LimitCounters:
             zone = event.offsets if event.campaign_zone is None else event.campaign_zone.offsets
             campaign = self._campaigns.setdefault(campaign_of(event.offer), _Campaign(zone))
             campaign.offers.add(event.offer)
-            self._rules[event.offer] = _Rules(event.offsets, campaign.offsets, _terms(event.terms).limits)
+            self._rules[event.offer] = _CounterRules(
+                event.offsets, campaign.offsets, _terms(event.terms).limits
+            )
         elif isinstance(event, OfferRetired):
             self._retire(event.offer)
         elif isinstance(event, OfferAmended):
@@ -153,7 +155,7 @@ class LimitCounters:
             owner = campaign_of(offer) if limit.scope == "campaign" else offer
             value = user if limit.by == "user" else attributes.get(limit.by, "")
             name = f"{limit.scope}:{limit.by}/{limit.per}"
-            under.append((Counter(owner, name, value), limit.per, rules.window(name, limit.per, at_ms)))
+            under.append((CounterName(owner, name, value), limit.per, rules.window(name, limit.per, at_ms)))
         return tuple(under)
 
     def _count(self, offer: str, grab: str, units: int, under: _Under) -> None:

@@ -45,10 +45,10 @@ class Moment(NamedTuple):
 
 def tell(evidence: BooksEvidence) -> list[Moment]:
     """The moments in order. A command that was refused and made an event is one moment, that of the event."""
-    return _Story(evidence).tell()
+    return _OfferStory(evidence).tell()
 
 
-class _Story:
+class _OfferStory:
     def __init__(self, evidence: BooksEvidence) -> None:
         self._evidence = evidence
         self._offer: str = evidence.offer["offer"]

@@ -52,7 +52,7 @@ class BadOfferFile(Exception):
         self.problems = list(problems)
 
 
-class _Entry(NamedTuple):
+class _FileEntry(NamedTuple):
     """One entry of a file: the `command` that it describes, and the `reasons` found why it is wrong.
 
     `whole` is false when the header or the defaults are wrong: a field that the entry seems to lack may only
@@ -122,7 +122,7 @@ def read_offers(text: str, form: Form, plan: WeeklyPlan | None = None) -> list[O
     return opens
 
 
-def _given_before(entry: _Entry, places: dict[tuple[str, str], str]) -> list[str]:
+def _given_before(entry: _FileEntry, places: dict[tuple[str, str], str]) -> list[str]:
     for field, fix in (
         ("offer", "an offer is opened only once; leave one out"),
         ("id", "give each command a different id"),
@@ -307,10 +307,10 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else f"{type(value).__name__} {quoted(str(value))}"
 
 
-def _entry(place: str, written: Any, defaults: dict[str, Any], whole: bool, plan: WeeklyPlan) -> _Entry:
+def _entry(place: str, written: Any, defaults: dict[str, Any], whole: bool, plan: WeeklyPlan) -> _FileEntry:
     """An entry with the defaults filled in, and the problems that show before its values are checked."""
     if not isinstance(written, dict):
-        return _Entry(place, {}, [f"must be an object {{offer, terms}}, got {_shown(written)}"])
+        return _FileEntry(place, {}, [f"must be an object {{offer, terms}}, got {_shown(written)}"])
     reasons = _unknown("", written, _KNOWN_OF_ENTRY)
     if "offer" not in written:
         reasons.append("offer: is missing; give the id of the offer")
@@ -333,7 +333,7 @@ def _entry(place: str, written: Any, defaults: dict[str, Any], whole: bool, plan
     if given.get("type", "open") != "open":
         reasons.append(f"type: must be open, got {quoted(given['type'])}; leave it out")
     identified = {} if offer is None else {"id": f"open-{offer}"}
-    return _Entry(place, {"type": "open", **identified, **given, "terms": terms}, reasons, whole)
+    return _FileEntry(place, {"type": "open", **identified, **given, "terms": terms}, reasons, whole)
 
 
 def _wrong_kind(terms: Mapping[str, Any], whole: bool) -> list[str]:
@@ -360,12 +360,12 @@ def _kinds_with(name: str) -> list[str]:
 # -- YAML and JSON -------------------------------------------------------------------------------------------
 
 
-def _entries(text: str, form: Form, plan: WeeklyPlan) -> Iterator[_Entry]:
+def _entries(text: str, form: Form, plan: WeeklyPlan) -> Iterator[_FileEntry]:
     """The entries of YAML or JSON: of a list, of `{defaults, offers, weeks}`, or a single entry."""
     try:
         value = read_strictly(text, form == "json")
     except UnreadableText as error:
-        yield _Entry(error.place, {}, [error.reason])
+        yield _FileEntry(error.place, {}, [error.reason])
         return
     defaults: dict[str, Any] = {}
     whole = True
@@ -381,14 +381,14 @@ def _entries(text: str, form: Form, plan: WeeklyPlan) -> Iterator[_Entry]:
         reasons += wrong
         if reasons:
             whole = False
-            yield _Entry("file", {}, reasons)
+            yield _FileEntry("file", {}, reasons)
         value = value.get("offers", [])
     elif isinstance(value, dict):
         value = [value]
     if value is None:
         return
     if not isinstance(value, list):
-        yield _Entry(
+        yield _FileEntry(
             "file",
             {},
             [
@@ -429,7 +429,7 @@ def _exceptions(written: Any) -> tuple[dict[str, dict[str, dict[str, Any]]], lis
 # -- CSV -----------------------------------------------------------------------------------------------------
 
 
-def _rows(text: str, plan: WeeklyPlan) -> Iterator[_Entry]:
+def _rows(text: str, plan: WeeklyPlan) -> Iterator[_FileEntry]:
     """The entries of CSV: one in each line after the header, which names the columns. Empty lines and empty
     cells are ignored.
     """
@@ -443,7 +443,7 @@ def _rows(text: str, plan: WeeklyPlan) -> Iterator[_Entry]:
         except StopIteration:
             return
         except csv.Error as error:
-            yield _Entry(
+            yield _FileEntry(
                 place,
                 {},
                 [
@@ -467,7 +467,7 @@ def _rows(text: str, plan: WeeklyPlan) -> Iterator[_Entry]:
             near = (
                 [*_unknown("", dict.fromkeys(filter(None, columns)), _KNOWN_COLUMNS)] if not separated else []
             )
-            yield _Entry(
+            yield _FileEntry(
                 place, {}, [*(f"{name}: the header has no such column{separated}" for name in missing), *near]
             )
             return
@@ -476,17 +476,17 @@ def _rows(text: str, plan: WeeklyPlan) -> Iterator[_Entry]:
             reasons.append(f"{twice}: two columns have this name; keep one of them")
         if reasons:
             whole = False
-            yield _Entry(place, {}, reasons)
+            yield _FileEntry(place, {}, reasons)
 
 
-def _row(place: str, columns: list[str], cells: list[str], whole: bool, plan: WeeklyPlan) -> _Entry:
+def _row(place: str, columns: list[str], cells: list[str], whole: bool, plan: WeeklyPlan) -> _FileEntry:
     if len(cells) != len(columns):
         fix = (
             "put a text with a comma in double quotes"
             if len(cells) > len(columns)
             else "end it with a comma for each empty cell"
         )
-        return _Entry(place, {}, [f"has {len(cells)} cells, the header {len(columns)}; {fix}"])
+        return _FileEntry(place, {}, [f"has {len(cells)} cells, the header {len(columns)}; {fix}"])
     written: dict[str, Any] = {"terms": {}}
     reasons = []
     for column, cell in zip(columns, cells, strict=True):

@@ -10,7 +10,7 @@ from grabstream.models.events import AnyEvent
 from grabstream.models.journal import Accepted
 from grabstream.models.runs import AnyRun
 from grabstream.ops.verification.checks import Problems
-from grabstream.projections.checking.trail import COLUMNS, Row, row_of, row_read
+from grabstream.projections.checking.trail import COLUMNS, TrailRow, row_of, row_read
 from grabstream.projections.tables.set_aside import SetAsideRecord
 
 
@@ -27,10 +27,10 @@ class AuditTrail:
         self._shard = shard
         self._end = end
         self._problems = problems
-        self._next: Row | None = None
+        self._next: TrailRow | None = None
 
     @staticmethod
-    async def _read(connection: AsyncConnection[Any], shard: int) -> AsyncGenerator[Row, None]:
+    async def _read(connection: AsyncConnection[Any], shard: int) -> AsyncGenerator[TrailRow, None]:
         async with connection.cursor(f"audit_{shard}") as rows:
             rows.itersize = 5_000
             await rows.execute(
@@ -44,7 +44,7 @@ class AuditTrail:
         self.sound = False
         self._problems.add(f"shard {self._shard}, seq {seq}: {what}")
 
-    async def _row_from(self, seq: float, set_aside: Sequence[SetAsideRecord] = ()) -> Row | None:
+    async def _row_from(self, seq: float, set_aside: Sequence[SetAsideRecord] = ()) -> TrailRow | None:
         """The next row, which has this seq or a later one: rows before it are not in the journal."""
         while row := self._next or await anext(self.rows, None):
             self._next = row
@@ -69,7 +69,9 @@ class AuditTrail:
         self.compared += event.seqs
         expected = row_of(event, accepted.line.decode(), accepted.hash)._replace(seq=first_seq)
         if row != expected:
-            fields = [name for name, is_, was in zip(Row._fields, row, expected, strict=True) if is_ != was]
+            fields = [
+                name for name, is_, was in zip(TrailRow._fields, row, expected, strict=True) if is_ != was
+            ]
             self._add_problem(
                 first_seq,
                 f"{' and '.join(fields)} of the audit trail {'differs' if len(fields) == 1 else 'differ'} "

@@ -40,7 +40,7 @@ ROOM_SHARE: Final = 0.9
 ROOM_SHARE_OF_MACHINE: Final = 0.7
 
 
-class _Reached:
+class _ComparisonProgress:
     """Reports the progress of the comparison, in events: half of a shard's when its shadow is made, which
     takes about as long as the comparison with it.
     """
@@ -83,7 +83,7 @@ async def redis_check(
     `wait_seconds` for a shard that is being taken over.
     """
     keys, problems, notes = 0, [], []
-    reached = _Reached(report, books.ends)
+    reached = _ComparisonProgress(report, books.ends)
     for shard in range(settings.shards):
         reached.begin(shard)
         if shard in books.broken:

@@ -24,7 +24,7 @@ from grabstream.models.runs import AnyRun, GrantedRun, HeldRun, singles
 from grabstream.projections.database.arrays import copy_rows, copy_text, update_by
 
 
-class _Change(msgspec.Struct):
+class _GrabChange(msgspec.Struct):
     """What some events change of one grab: sums to add, and the newest value of replaced columns (None:
     unchanged).
 
@@ -71,7 +71,7 @@ _FULL = (
     "attributes, basket, metadata)"
 )
 _SUMS = ("held", "back", "redeemed", "uncounted", "paid", "refunded")
-_REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
+_REPLACED = tuple(name for name in _GrabChange.__struct_fields__ if name not in _SUMS)
 
 # The units of a grab that limits count are a stack. Units that are counted again are pushed on top of the
 # first units; units that are no longer counted are popped from the top. Of a pushed entry, the part remains
@@ -144,7 +144,7 @@ class GrabRows:
         self._plain: list[str] = []
         self._full: list[str] = []
         #: By offer, grab and user.
-        self._changes: dict[tuple[str, str, str], _Change] = {}
+        self._changes: dict[tuple[str, str, str], _GrabChange] = {}
 
     def add(self, event: AnyGrabEvent) -> None:
         """Adds an event that is not a run. Events of one grab must be added in order."""
@@ -171,7 +171,7 @@ class GrabRows:
             self._full += _full_rows(event)
 
     def _alter(self, event: AnyGrabEvent) -> None:
-        _alter(self._changes.setdefault((event.offer, event.grab, event.user), _Change()), event)
+        _alter(self._changes.setdefault((event.offer, event.grab, event.user), _GrabChange()), event)
 
     async def write(self, connection: AsyncConnection[Any]) -> None:
         """Writes new rows first, then changes, in the caller's transaction."""
@@ -197,7 +197,7 @@ class LoadedGrabRows(GrabRows):
         self._staged: list[str] = []
 
     def _alter(self, event: AnyGrabEvent) -> None:
-        change = _Change()
+        change = _GrabChange()
         _alter(change, event)
         columns = "\t".join("\\N" if value is None else str(value) for value in change.values())
         self._staged.append(f"{event.offer}\t{event.grab}\t{event.user}\t{event.seq}\t{columns}\n")
@@ -272,7 +272,7 @@ def _or_null(value: object) -> object:
     return "\\N" if value is None else value
 
 
-def _alter(change: _Change, event: AnyGrabEvent) -> None:
+def _alter(change: _GrabChange, event: AnyGrabEvent) -> None:
     quantity = event.quantity
     if isinstance(event, GrabHeld):
         # Served from the waiting list. If it got fewer units than asked for, limits stop counting the others.

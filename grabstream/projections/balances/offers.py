@@ -34,7 +34,7 @@ from grabstream.projections.database.zones import unknown_zones
 log = logging.getLogger(__name__)
 
 
-class _Change(msgspec.Struct):
+class _OfferChange(msgspec.Struct):
     """What some events change of one offer: sums to add, and the newest value of replaced columns (None:
     unchanged).
     """
@@ -58,7 +58,7 @@ class _Change(msgspec.Struct):
     terms: str | None = None
 
 
-class _Terms(msgspec.Struct):
+class _OfferTermsRow(msgspec.Struct):
     """The terms that have their own columns."""
 
     title: str = ""
@@ -75,7 +75,7 @@ _LIMITS_SINCE = (
     "(c.terms::jsonb->'limits_since')) "
     "ELSE '{}' END"
 )
-_REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
+_REPLACED = tuple(name for name in _OfferChange.__struct_fields__ if name not in _SUMS)
 # The units of pieces change with the total. The total of an envelope cannot change.
 _MORE = {
     "units": "t.units + c.total",
@@ -106,7 +106,7 @@ _PAID_BACK = (
     "AND p.offer = c.offer AND p.grab = c.grab AND p.state = 'served'"
 )
 
-_terms = msgspec.json.Decoder(_Terms).decode
+_terms = msgspec.json.Decoder(_OfferTermsRow).decode
 
 
 class OfferRows:
@@ -114,7 +114,7 @@ class OfferRows:
 
     def __init__(self) -> None:
         self._opened: list[OfferOpened] = []
-        self._changes: defaultdict[str, _Change] = defaultdict(_Change)
+        self._changes: defaultdict[str, _OfferChange] = defaultdict(_OfferChange)
         self._paid: list[tuple[Any, ...]] = []
         self._paid_back: list[tuple[int, str, str, str, str]] = []
 
@@ -138,7 +138,7 @@ class OfferRows:
         else:
             self._alter(self._changes[event.offer], event)
 
-    def _alter(self, offer: _Change, event: AnyEvent) -> None:
+    def _alter(self, offer: _OfferChange, event: AnyEvent) -> None:
         if isinstance(event, GrabQueued):
             offer.waiting += 1
         elif isinstance(event, GrabConfirmed):
@@ -155,7 +155,7 @@ class OfferRows:
         if isinstance(event, GrabConfirmed | GrabReleased | GrabReturned | OfferAmended):
             offer.units_left = event.left
 
-    def _return(self, offer: _Change, event: GrabReleased | GrabReturned) -> None:
+    def _return(self, offer: _OfferChange, event: GrabReleased | GrabReturned) -> None:
         if isinstance(event, GrabReturned):
             offer.given -= event.quantity
             campaign = campaign_of(event.offer)
@@ -194,7 +194,7 @@ class OfferRows:
                 await connection.execute(statement, [list(column) for column in zip(*rows, strict=True)])
 
 
-def _amend(offer: _Change, event: OfferAmended) -> None:
+def _amend(offer: _OfferChange, event: OfferAmended) -> None:
     offer.total += event.added - event.removed
     for name, value in changes_of(event.changes).fields().items():
         if name in ("title", "opens_at", "closes_at"):
@@ -211,7 +211,7 @@ def _amend(offer: _Change, event: OfferAmended) -> None:
     offer.terms = msgspec.json.encode(merged | changes).decode()
 
 
-def _set_state(offer: _Change, event: AnyEvent) -> None:
+def _set_state(offer: _OfferChange, event: AnyEvent) -> None:
     if isinstance(event, OfferClosed):
         offer.state, offer.closed_at, offer.reason, offer.seed = "closed", event.at, event.reason, event.seed
         offer.refunded += event.amount

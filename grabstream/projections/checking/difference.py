@@ -63,7 +63,7 @@ async def compare(
     for table in sorted(columns_old.keys() | columns_new.keys() if tables is None else tables):
         keys = {name for name, in_key in columns_new.get(table, {}).items() if in_key}
         if table in columns_old and keys and keys <= columns_old[table].keys():
-            both = _Table(table, old, new, columns_old[table], columns_new[table], declared, offer)
+            both = _ComparedTable(table, old, new, columns_old[table], columns_new[table], declared, offer)
             differences.append(await _compare_table(connection, both))
         else:
             # Rows cannot be matched if the old table lacks the key of the new table.
@@ -118,7 +118,7 @@ async def _only_in(
     )
 
 
-class _Table:
+class _ComparedTable:
     """A table that both versions have: its columns, and SQL that pairs their rows, or those of an offer, by
     key.
     """
@@ -166,7 +166,7 @@ def _differs(column: str) -> sql.Composable:
     return sql.SQL("o.{0} IS DISTINCT FROM n.{0}").format(sql.Identifier(column))
 
 
-async def _compare_table(connection: AsyncConnection[Any], table: _Table) -> TableDifference:
+async def _compare_table(connection: AsyncConnection[Any], table: _ComparedTable) -> TableDifference:
     difference, surplus = await _counted(connection, table)
     if table.is_declared:
         if others := difference.missing + difference.extra:
@@ -183,7 +183,7 @@ async def _compare_table(connection: AsyncConnection[Any], table: _Table) -> Tab
     return difference
 
 
-async def _counted(connection: AsyncConnection[Any], table: _Table) -> tuple[TableDifference, int]:
+async def _counted(connection: AsyncConnection[Any], table: _ComparedTable) -> tuple[TableDifference, int]:
     """The numbers of rows that differ, and how many more rows with a duplicate key the old version has than
     the new one.
     """
@@ -225,7 +225,7 @@ async def _keys_twice(
     return await rows.fetchall()
 
 
-async def _examples(connection: AsyncConnection[Any], table: _Table) -> list[dict[str, Any]]:
+async def _examples(connection: AsyncConnection[Any], table: _ComparedTable) -> list[dict[str, Any]]:
     """The first rows by key that differ, at most EXAMPLES_MAX: the key, and by column (old, new)."""
     wrong = [table.is_changed] if table.is_declared else [table.is_changed, table.is_missing, table.is_extra]
     by_key = [sql.SQL("coalesce(o.{0}, n.{0})").format(sql.Identifier(column)) for column in table.keys]

@@ -27,7 +27,7 @@ from grabstream.models.events import (
 from grabstream.models.runs import AnyLine, decode_line, singles
 from grabstream.models.transfers import Transfer, transfers_of
 from grabstream.models.upcasting import NewerEvent
-from grabstream.projections.checking.trail import Row, row_of
+from grabstream.projections.checking.trail import TrailRow, row_of
 from grabstream.projections.tables.set_aside import SetAsideRecord
 
 AUDIT: Final = "audit"
@@ -100,7 +100,7 @@ class Gaps:
 
 
 def walk(
-    shard: int, seq: int, head: bytes, rows: Sequence[Row], ledger: Iterable[LedgerRow], gaps: Gaps,
+    shard: int, seq: int, head: bytes, rows: Sequence[TrailRow], ledger: Iterable[LedgerRow], gaps: Gaps,
     reach: int | None = None
 ) -> Walked:  # fmt: skip
     """Verifies the rows after `seq`, where the hash of the chain is `head`, and the rows of the ledger with
@@ -124,7 +124,7 @@ def walk(
         verified: list[AuditedEvent] = []
         try:
             if row.seq != seq + 1:
-                raise _Differs("chain", f"the audit trail has no row for seq {seq + 1}")
+                raise _Difference("chain", f"the audit trail has no row for seq {seq + 1}")
             line, head_after = _verified(shard, head, row)
             for event in singles(line):
                 transfers = () if gaps.not_in_ledger(event.seq) else tuple(transfers_of(event))
@@ -134,7 +134,7 @@ def walk(
             # This release cannot verify an event of a newer one. A worker of the newer release continues
             # here.
             return Walked(seq, head, facts, None)
-        except _Differs as problem:
+        except _Difference as problem:
             return Walked(seq, head, facts, Wrong(problem.kind, seq + 1, str(problem)))
         seq, head = line.last_seq, head_after
         facts += verified
@@ -147,16 +147,16 @@ def walk(
     return Walked(seq, head, facts, None)
 
 
-class _Differs(Exception):
+class _Difference(Exception):
     def __init__(self, kind: str, what: str) -> None:
         super().__init__(what)
         self.kind = kind
 
 
-def _verified(shard: int, head: bytes, row: Row) -> tuple[AnyLine, bytes]:
+def _verified(shard: int, head: bytes, row: TrailRow) -> tuple[AnyLine, bytes]:
     text = row.body.encode()
     if sha256(head + text).digest() != row.hash:
-        raise _Differs(
+        raise _Difference(
             "chain",
             f"audit, seq {row.seq}: text and hash do not follow from the hash before: one of "
             "them was changed",
@@ -166,11 +166,11 @@ def _verified(shard: int, head: bytes, row: Row) -> tuple[AnyLine, bytes]:
     except NewerEvent:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _Differs("chain", f"audit, seq {row.seq}: the text is not an event: {error}") from None
+        raise _Difference("chain", f"audit, seq {row.seq}: the text is not an event: {error}") from None
     by_text = row_of(event, row.body, row.hash)
     if by_text != row or event.shard != shard:
         columns = (by_text.offer, by_text.type, by_text.at, by_text.seqs)
-        raise _Differs(
+        raise _Difference(
             "chain",
             f"audit, seq {row.seq}: the other columns differ from the text: {columns} by the text",
         )
@@ -187,7 +187,7 @@ def _compare_ledger(event: AnyEvent, transfers: Sequence[Transfer], lines: Seque
     missing = list(map(_shown, (Counter(expected) - Counter(actual)).elements()))
     surplus = list(map(_shown, (Counter(actual) - Counter(expected)).elements()))
     words = [f"{word} {', '.join(shown)}" for word, shown in (("lacks", missing), ("has", surplus)) if shown]
-    raise _Differs(
+    raise _Difference(
         "ledger",
         f"transfers, seq {event.seq} ({event.offer}): the ledger {'; it '.join(words)}, which the event does "
         "not say",
@@ -249,11 +249,11 @@ class OfferState(NamedTuple):
         return (self.amount_left, self.units_left, self.held, self.grabs)
 
 
-class _Terms(msgspec.Struct):
+class _ExpectedTerms(msgspec.Struct):
     parts: int = 0
 
 
-_terms = msgspec.json.Decoder(_Terms).decode
+_terms = msgspec.json.Decoder(_ExpectedTerms).decode
 
 
 def after(state: OfferState | None, event: AnyEvent) -> OfferState:

@@ -10,7 +10,7 @@ from grabstream.models.journal import GENESIS
 from grabstream.models.runs import AnyRun
 
 
-class Row(NamedTuple):
+class TrailRow(NamedTuple):
     """A row of the audit trail: the text of a line, the hash of the chain after it, and the copies of its
     fields in the other columns.
     """
@@ -34,21 +34,23 @@ class Row(NamedTuple):
         return self.body.encode()
 
 
-#: The columns in SQL, in the order of `Row`.
-COLUMNS: Final = ", ".join(Row._fields)
+#: The columns in SQL, in the order of `TrailRow`.
+COLUMNS: Final = ", ".join(TrailRow._fields)
 #: More than any seq.
 _NO_END: Final = 2**63 - 1
 
 
-def row_of(event: AnyEvent | AnyRun, body: str, hash: bytes) -> Row:
+def row_of(event: AnyEvent | AnyRun, body: str, hash: bytes) -> TrailRow:
     """The row that a line must have."""
-    return Row(event.seq, event.offer, str(event.__struct_config__.tag), event.at, body, hash, event.seqs)
+    return TrailRow(
+        event.seq, event.offer, str(event.__struct_config__.tag), event.at, body, hash, event.seqs
+    )
 
 
-def row_read(values: Sequence[Any]) -> Row:
+def row_read(values: Sequence[Any]) -> TrailRow:
     """A row from the values of COLUMNS."""
     seq, offer, type_, at, body, hash_, seqs = values
-    return Row(seq, offer, type_, at, body, bytes(hash_), seqs)
+    return TrailRow(seq, offer, type_, at, body, bytes(hash_), seqs)
 
 
 async def hash_at(connection: AsyncConnection[Any], shard: int, seq: int) -> bytes | None:
@@ -59,7 +61,7 @@ async def hash_at(connection: AsyncConnection[Any], shard: int, seq: int) -> byt
     return line.hash if line is not None and line.last_seq == seq else None
 
 
-async def line_at(connection: AsyncConnection[Any], shard: int, seq: int) -> Row | None:
+async def line_at(connection: AsyncConnection[Any], shard: int, seq: int) -> TrailRow | None:
     """The row of the line that has a seq; None if the trail does not have it."""
     rows = await connection.execute(
         f"SELECT {COLUMNS} FROM audit WHERE shard = %s AND seq <= %s ORDER BY seq DESC LIMIT 1",  # noqa: S608
@@ -71,7 +73,7 @@ async def line_at(connection: AsyncConnection[Any], shard: int, seq: int) -> Row
 
 async def lines(
     connection: AsyncConnection[Any], shard: int, after_seq: int, limit: int, to_seq: int = _NO_END
-) -> list[Row]:
+) -> list[TrailRow]:
     """The rows of the lines after a seq, up to `to_seq`, in order, until they take `limit` seqs."""
     rows = await connection.execute(
         f"SELECT {COLUMNS} FROM (SELECT *, sum(seqs) OVER (ORDER BY seq) - seqs AS before FROM ("  # noqa: S608

@@ -135,11 +135,11 @@ class PaymentQueries:
         return states
 
 
-class _Body(msgspec.Struct):
+class _PaymentSideBody(msgspec.Struct):
     answer: str
 
 
-_decode_body = msgspec.json.Decoder(_Body).decode
+_decode_body = msgspec.json.Decoder(_PaymentSideBody).decode
 
 
 def open_session(side: PaymentSide) -> aiohttp.ClientSession:

@@ -68,22 +68,22 @@ def hold_ms_min(side: PaymentSide) -> int:
     return 2 * lead_ms(side)
 
 
-class _Rules(msgspec.Struct):
+class _PaymentRules(msgspec.Struct):
     """Of the rules of an offer, as its key in Redis has them (ms, minor units)."""
 
     hold_ms: int = 0
     price: int = 0
 
 
-_decode_rules = msgspec.msgpack.Decoder(_Rules).decode
+_decode_rules = msgspec.msgpack.Decoder(_PaymentRules).decode
 
 
-def _rules_of(packed: bytes) -> _Rules:
+def _rules_of(packed: bytes) -> _PaymentRules:
     """Its rules; where they are damaged, those of an offer that is not asked for."""
     try:
         return _decode_rules(packed)
     except msgspec.MsgspecError:
-        return _Rules()
+        return _PaymentRules()
 
 
 class HoldQueries:

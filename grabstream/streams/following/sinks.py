@@ -54,7 +54,7 @@ def line_of(fact: Fact) -> bytes | None:
     return fact.line
 
 
-class _Stored(msgspec.Struct, forbid_unknown_fields=True):
+class _StoredSize(msgspec.Struct, forbid_unknown_fields=True):
     """How many bytes of the file are whole, and the cursor after them."""
 
     size: Annotated[int, msgspec.Meta(ge=0)]
@@ -74,7 +74,7 @@ class FileSink:
         self._cursor_path = self._path.with_name(self._path.name + ".cursor")
         self._line = line
         self._file: int | None = None
-        self._stored = _Stored(0, None)
+        self._stored = _StoredSize(0, None)
 
     async def load(self) -> str | None:
         """The cursor after the last whole batch; bytes after it, of a batch that was cut off, are removed.
@@ -106,7 +106,7 @@ class FileSink:
                 raise SinkDamaged(
                     f"{self._path} is not empty, but has no file with its cursor: name another file"
                 )
-            stored = _Stored(0, None)
+            stored = _StoredSize(0, None)
             self._write_cursor(stored)
         if size < stored.size:
             raise SinkDamaged(
@@ -136,11 +136,11 @@ class FileSink:
             written = os.pwrite(self._file, for_disk, size)
             for_disk, size = for_disk[written:], size + written
         os.fsync(self._file)
-        stored = _Stored(size, after)
+        stored = _StoredSize(size, after)
         self._write_cursor(stored)
         self._stored = stored
 
-    def _read_cursor(self) -> _Stored | None:
+    def _read_cursor(self) -> _StoredSize | None:
         try:
             with self._cursor_path.open("rb") as file:
                 text = file.read(CURSOR_FILE_BYTES_MAX + 1)
@@ -149,7 +149,7 @@ class FileSink:
         try:
             if len(text) > CURSOR_FILE_BYTES_MAX:
                 raise ValueError(f"it has more than {CURSOR_FILE_BYTES_MAX:,} bytes")
-            return msgspec.json.decode(text, type=_Stored)
+            return msgspec.json.decode(text, type=_StoredSize)
         except (msgspec.MsgspecError, ValueError) as error:
             begins = quoted(text[:40].decode(errors="replace"))
             raise SinkDamaged(
@@ -157,6 +157,6 @@ class FileSink:
                 f"{self._path.name} to begin at the first event"
             ) from None
 
-    def _write_cursor(self, stored: _Stored) -> None:
+    def _write_cursor(self, stored: _StoredSize) -> None:
         part = self._cursor_path.with_name(self._cursor_path.name + ".new")
         replace_durably(self._cursor_path, msgspec.json.encode(stored), part)

@@ -52,7 +52,7 @@ class Misbehaves(Exception):
     """
 
 
-class _State(NamedTuple):
+class _SessionState(NamedTuple):
     transaction: str
     search_path: str
     role: str
@@ -146,13 +146,13 @@ def _what_was_refused(connection: AsyncConnection[Any], error: psycopg.Error) ->
     return None
 
 
-async def _state(connection: AsyncConnection[Any]) -> _State:
+async def _state(connection: AsyncConnection[Any]) -> _SessionState:
     row = await (await connection.execute(_STATE)).fetchone()
     assert row is not None
-    return _State(*row)
+    return _SessionState(*row)
 
 
-def _compare(before: _State, after: _State) -> None:
+def _compare(before: _SessionState, after: _SessionState) -> None:
     if after.transaction != before.transaction:
         raise Misbehaves("its `apply` ended the transaction, and began another one")
     if after.search_path != before.search_path:

@@ -125,7 +125,7 @@ def _worker_name() -> str:
     return f"{WORKER_PREFIX}{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-class _Held:
+class _LeasedShard:
     """A shard that this worker relays."""
 
     def __init__(self, now: float) -> None:
@@ -171,7 +171,7 @@ class Leases:
         #: Called when other shards are relayed than before, once for many.
         self._changed = changed
         self._announcing = Announcing(lease_ms / 1000)
-        self._running: dict[int, _Held] = {}
+        self._running: dict[int, _LeasedShard] = {}
         #: The last answer of each shard, with its time.
         self._seen: dict[int, tuple[float, Lease]] = {}
         self._unfit_until: dict[str, float] = {}
@@ -277,7 +277,7 @@ class Leases:
             await self._drop(shard)
 
     def _start(self, shard: int) -> None:
-        held = self._running[shard] = _Held(self._now())
+        held = self._running[shard] = _LeasedShard(self._now())
         held.task = asyncio.create_task(self._keep(shard, held.duty))
 
     def _end_of_tasks(self, shard: int) -> None:
@@ -375,7 +375,7 @@ class Leases:
         else:
             held.keep()
 
-    async def _check_taker(self, shard: int, held: _Held) -> None:
+    async def _check_taker(self, shard: int, held: _LeasedShard) -> None:
         """Takes the lease back from a worker that has not taken the shard over in time."""
         assert held.taker is not None
         now = self._now()
@@ -387,7 +387,7 @@ class Leases:
         log.warning("shard %d: %s did not take it over: keeping it", shard, held.taker)
         await self._take_back(shard, held)
 
-    async def _take_back(self, shard: int, held: _Held) -> None:
+    async def _take_back(self, shard: int, held: _LeasedShard) -> None:
         """Takes the lease back from a taker, which gets none for some time. The next renewal shows whether
         this worker has it.
         """
@@ -424,7 +424,7 @@ class Leases:
             elif held.task.done():
                 return
 
-    async def _is_absent(self, shard: int, held: _Held) -> bool:
+    async def _is_absent(self, shard: int, held: _LeasedShard) -> bool:
         """Waits until the shard has been taken over. Returns True if the taker has not renewed the lease in
         time; False also if it no longer has it.
         """

@@ -110,7 +110,7 @@ class TimeShare:
         self._began += time.monotonic() - began
 
 
-class Events:
+class ShardEvents:
     """The events of a shard that count, in order, read from the journal up to a requested seq at a time."""
 
     def __init__(self, reader: JournalReader, shard: int, wait_seconds: float, pace: TimeShare) -> None:
@@ -170,7 +170,7 @@ class ShadowShard:
         redis: Any,
         live: ShardKeys,
         shadow: ShardKeys,
-        events: Events,
+        events: ShardEvents,
         recovery: Recovery,
         ownership: Ownership,
         pace: TimeShare,
@@ -674,7 +674,7 @@ async def open_shadow(
                 redis,
                 keys.shard(shard),
                 shadow,
-                Events(reader, shard, wait_seconds, pace),
+                ShardEvents(reader, shard, wait_seconds, pace),
                 recovery,
                 ownership,
                 pace,

@@ -137,7 +137,7 @@ def _exactly(stream: Any, size: int) -> bytearray | None:
     return content
 
 
-class _File:
+class _ParquetFile:
     """A Parquet file in memory, made part by part."""
 
     def __init__(self) -> None:
@@ -169,13 +169,13 @@ class _File:
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Encodes what is asked for, until there are no more requests."""
-    file = _File()
+    file = _ParquetFile()
     while (frame := _read(requests)) is not None:
         part, reply = _decode_part(frame), EncoderReply()
         try:
             if part is None:
                 reply.content = file.complete()
-                file = _File()
+                file = _ParquetFile()
             else:
                 file.add(part)
         except Corrupt as error:

@@ -137,7 +137,7 @@ def _take(store: Store, system: ArchiveSystem, writing: ArchiveLease) -> tuple[M
 
 
 @dataclass
-class _Waiting:
+class _WaitingLines:
     """The lines of a part that is not complete, the seq before them, and their bytes."""
 
     before_seq: int = 0
@@ -149,7 +149,7 @@ class _Waiting:
 
 
 @dataclass
-class _File:
+class _OpenFile:
     """A file that is being made: its day, the cursor before its first line, and what it has."""
 
     day: int
@@ -179,8 +179,8 @@ class ArchiveSink:
         self._shard = -1
         self._cursor = Cursor()
         #: The file that is being made, and its last part.
-        self._file: _File | None = None
-        self._part = _Waiting()
+        self._file: _OpenFile | None = None
+        self._part = _WaitingLines()
         #: The last line that has a time.
         self._last_line = b""
         self._set_aside = set_aside
@@ -252,7 +252,7 @@ class ArchiveSink:
     async def _take(self, day: int, read: Lines, begin: int, end: int) -> None:
         """Takes some of the lines that were read, which are of one day."""
         if self._file is None:
-            self._file = _File(day, self._cursor)
+            self._file = _OpenFile(day, self._cursor)
         part, lines = self._part, read.lines[begin:end]
         if not part.lines:
             part.before_seq = self._cursor.seq
@@ -272,14 +272,14 @@ class ArchiveSink:
             await self._end_part()
 
     async def _end_part(self) -> None:
-        waiting, self._part = self._part, _Waiting()
+        waiting, self._part = self._part, _WaitingLines()
         part = EventPart.of(
             self._shard, waiting.before_seq, waiting.lines, waiting.hashes, waiting.last_seqs,
             waiting.set_aside,
         )  # fmt: skip
         await self._background.do(self._encoder.add, part)
 
-    async def _end_file(self, file: _File) -> None:
+    async def _end_file(self, file: _OpenFile) -> None:
         if self._part.lines:
             await self._end_part()
         self._file = None
@@ -293,7 +293,7 @@ class ArchiveSink:
 
     # -- in the other thread -------------------------------------------------------------------------------
 
-    def _store(self, shard: int, file: _File, after: Cursor, last_at: int) -> None:
+    def _store(self, shard: int, file: _OpenFile, after: Cursor, last_at: int) -> None:
         """Stores a file that ends at a cursor, and the manifest that names it."""
         content = self._encoder.complete()
         before = file.before

@@ -19,7 +19,7 @@ from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.topics import Topics
 from grabstream.streams.webhooks.reading import Reader
-from grabstream.streams.webhooks.sending import Limits, Sender
+from grabstream.streams.webhooks.sending import SendBounds, Sender
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Webhooks:
 
     def __init__(
         self, postgres: str, schema: str, kafka: str, prefix: str, shards: int, sealer: Sealer,
-        limits: Limits, sent: dict[str, int] | None = None,
+        limits: SendBounds, sent: dict[str, int] | None = None,
     ) -> None:  # fmt: skip
         self._sent = sent
         self._postgres = postgres

@@ -58,7 +58,7 @@ RETRY_SECONDS: Final = 1.0
 GONE: Final = 410
 
 
-class Limits(NamedTuple):
+class SendBounds(NamedTuple):
     """How webhooks are sent: whether without TLS (`http`), or to addresses that are not public (`private`);
     the time of a request, and the attempts until an event is parked.
     """
@@ -178,7 +178,7 @@ class Sender:
     """Sends deliveries until cancelled. `wake` is set when there are new ones; `sent` counts the requests."""
 
     def __init__(
-        self, pool: AsyncConnectionPool[Any], sealer: Sealer, limits: Limits, wake: asyncio.Event,
+        self, pool: AsyncConnectionPool[Any], sealer: Sealer, limits: SendBounds, wake: asyncio.Event,
         sent: dict[str, int] | None = None,
     ) -> None:  # fmt: skip
         self._sent = {"delivered": 0, "failed": 0} if sent is None else sent

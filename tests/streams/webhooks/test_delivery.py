@@ -31,7 +31,7 @@ from grabstream.streams.webhooks import reading, role, sending
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
 from grabstream.streams.webhooks.reading import chunks_after
 from grabstream.streams.webhooks.role import Webhooks
-from grabstream.streams.webhooks.sending import DeliveryOutcome, Limits
+from grabstream.streams.webhooks.sending import DeliveryOutcome, SendBounds
 from tests.conftest import until
 from tests.streams.webhooks.receiver import Got, Receiver, never, ok, receiving
 from tests.support.command_line import env_of, grabstream
@@ -49,7 +49,7 @@ from tests.support.projecting import (
 )
 from tests.support.runs import as_runs, as_singles
 
-LIMITS = Limits(http=True, private=True, timeout_seconds=2.0, attempts_max=3)
+LIMITS = SendBounds(http=True, private=True, timeout_seconds=2.0, attempts_max=3)
 
 
 def lines_of(*offers: str) -> list[bytes]:
@@ -79,7 +79,7 @@ class Hooks:
             await stored.add(books, name, url, types, offers, sealed, from_ms)
 
     @asynccontextmanager
-    async def delivering(self, limits: Limits = LIMITS) -> AsyncIterator[None]:
+    async def delivering(self, limits: SendBounds = LIMITS) -> AsyncIterator[None]:
         stop = asyncio.Event()
         worker = Webhooks(
             self.settings.postgres, self.settings.schema_, self.settings.kafka, self.settings.prefix,

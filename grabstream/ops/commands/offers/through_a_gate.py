@@ -102,7 +102,7 @@ def make_command(type: str, command_id: str | None, offer: str, **fields: Any) -
         raise click.UsageError(f"cannot be written as JSON: {error}") from None
 
 
-class _Rate(ProgressColumn):
+class _ItemRate(ProgressColumn):
     """Items per second."""
 
     def render(self, task: Task) -> Text:
@@ -112,7 +112,7 @@ class _Rate(ProgressColumn):
 def progress_bar(quiet: bool) -> Progress:
     """A bar with rate and remaining time on standard error; invisible when `quiet`, or without a terminal."""
     return Progress(
-        TextColumn("{task.description}", markup=False), bar(), MofNCompleteColumn(), _Rate(),
+        TextColumn("{task.description}", markup=False), bar(), MofNCompleteColumn(), _ItemRate(),
         TimeRemainingColumn(),
         console=_errors, disable=quiet or not _errors.is_terminal,
     )  # fmt: skip

@@ -49,7 +49,7 @@ from grabstream.gateway.openapi import document
 from grabstream.gateway.origins import Origins
 from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.gateway.rates import Rates, RequestCounters, read_rates
-from grabstream.gateway.reaching import Reached
+from grabstream.gateway.reaching import LastSeqs
 from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.serving import bind, connections_possible, serve
 from grabstream.gateway.shared_answers import SharedAnswers
@@ -355,7 +355,7 @@ async def _open_application(
         stack.push_async_callback(redis.aclose)
         application = Application(
             CommandHandlers(gate, settings.gate_timeout_ms, tokens),
-            QueryHandlers(books, cache, tokens, existing, Reached(redis, key_space(settings))),
+            QueryHandlers(books, cache, tokens, existing, LastSeqs(redis, key_space(settings))),
             Receipts(gate, settings.gate_timeout_ms, keys, forged, audience),
             EventStreams(books, settings.shards),
             # Answers for operators stay in this process.

@@ -446,10 +446,10 @@ class WebhooksRole(NamedTuple):
         """Sends until `stop`."""
         # Its HTTP client takes a third of a second to import.
         from grabstream.streams.webhooks.role import Webhooks
-        from grabstream.streams.webhooks.sending import Limits
+        from grabstream.streams.webhooks.sending import SendBounds
 
         settings = self.settings
-        limits = Limits(
+        limits = SendBounds(
             settings.webhook_http,
             settings.webhook_private_addresses,
             settings.webhook_timeout_ms / 1000,

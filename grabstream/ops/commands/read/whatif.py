@@ -165,7 +165,7 @@ async def _run(
             when = "by then" if last else "yet"
             raise NoResult(f"{missing[0]} was not opened {when}: `grabstream offers` lists the offers")
         twins = Twins(shard, asked.change, found.seeds)
-        tally = _Tally(limit)
+        tally = _DifferenceCount(limit)
         with _lines_in(output) as lines:
             await _second_reading(history, shard, asked, last, twins, tally, lines)
     report = _report(settings, asked, shard, twins, tally, limit)
@@ -190,7 +190,7 @@ def _lines_in(output: Path | None) -> Iterator[IO[str] | None]:
         part.unlink(missing_ok=True)
 
 
-class _Tally:
+class _DifferenceCount:
     """The differences in numbers, and the first of them."""
 
     def __init__(self, examples: int) -> None:
@@ -248,7 +248,7 @@ async def _first_reading(history: Source, shard: int, asked: WhatIf, last: Point
 
 
 async def _second_reading(
-    history: Source, shard: int, asked: WhatIf, last: Point | None, twins: Twins, tally: _Tally,
+    history: Source, shard: int, asked: WhatIf, last: Point | None, twins: Twins, tally: _DifferenceCount,
     lines: IO[str] | None,
 ) -> None:  # fmt: skip
     with ReadingBar("what if") as report:
@@ -268,7 +268,7 @@ async def _second_reading(
 
 
 def _report(
-    settings: Settings, asked: WhatIf, shard: int, twins: Twins, tally: _Tally, limit: int
+    settings: Settings, asked: WhatIf, shard: int, twins: Twins, tally: _DifferenceCount, limit: int
 ) -> dict[str, Any]:
     offers = sorted(twins.recorded)
     empty = Numbers()

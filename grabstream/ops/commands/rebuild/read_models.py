@@ -120,7 +120,7 @@ def _whole_way(name: str) -> None:
                 return await model.plan(source)
             return await model.rebuild(source, how)
 
-        _run(Call(name, as_json, source.name != "audit", jobs), rebuilt)
+        _run(VerbCall(name, as_json, source.name != "audit", jobs), rebuilt)
 
 
 for _name in (*PROJECTIONS, ALL):
@@ -141,7 +141,7 @@ def build(model: str, source: EventSource, jobs: int, dry_run: bool, as_json: bo
     async def built(one: ModelRebuild) -> RebuildResult:
         return await (one.plan_build(source) if dry_run else one.build(source))
 
-    _run(Call(model, as_json, source.name != "audit", jobs), built)
+    _run(VerbCall(model, as_json, source.name != "audit", jobs), built)
 
 
 @rebuild.command()
@@ -152,7 +152,7 @@ def compare(model: str, as_json: bool) -> None:
 
     Exit code 1: refused, or rows differ in a way that is not declared.
     """
-    _run(Call(model, as_json), ModelRebuild.compare)
+    _run(VerbCall(model, as_json), ModelRebuild.compare)
 
 
 @rebuild.command()
@@ -169,7 +169,7 @@ def switch(model: str, how: SwitchOptions, dry_run: bool, as_json: bool) -> None
     async def switched(one: ModelRebuild) -> RebuildResult:
         return await (one.plan_switch() if dry_run else one.switch(how))
 
-    _run(Call(model, as_json), switched)
+    _run(VerbCall(model, as_json), switched)
 
 
 @rebuild.command()
@@ -191,7 +191,7 @@ def undo(
     async def undone(one: ModelRebuild) -> RebuildResult:
         return await (one.plan_undo() if dry_run else one.undo(source, accept, patience_seconds))
 
-    _run(Call(model, as_json, source.name != "audit", required="previous"), undone)
+    _run(VerbCall(model, as_json, source.name != "audit", required="previous"), undone)
 
 
 @rebuild.command()
@@ -205,7 +205,7 @@ def drop(model: str, which: Sequence[str], dry_run: bool, as_json: bool) -> None
     async def dropped(one: ModelRebuild) -> RebuildResult:
         return await one.drop(which, dry_run)
 
-    _run(Call(model, as_json), dropped)
+    _run(VerbCall(model, as_json), dropped)
 
 
 def _require_other_source(model: str, source: EventSource) -> None:
@@ -361,7 +361,7 @@ def few_collections() -> None:
 # -- running the steps ---------------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
+class VerbCall(NamedTuple):
     """A call of a verb: a read model or `all`, whether results are printed as JSON, whether the journal must
     exist, the number of processes that load, and the state in which every read model must have a version.
     """
@@ -378,12 +378,12 @@ class Call(NamedTuple):
         return PROJECTIONS if self.model == ALL else (self.model,)
 
 
-def _run(call: Call, work: Callable[[ModelRebuild], Awaitable[RebuildResult]]) -> NoReturn:
+def _run(call: VerbCall, work: Callable[[ModelRebuild], Awaitable[RebuildResult]]) -> NoReturn:
     _run_until_stopped(_each(load_settings(), call, work), "repeat the command to continue")
 
 
 async def _each(
-    settings: Settings, call: Call, work: Callable[[ModelRebuild], Awaitable[RebuildResult]]
+    settings: Settings, call: VerbCall, work: Callable[[ModelRebuild], Awaitable[RebuildResult]]
 ) -> int:
     """Handles one read model after the other, until one is refused; returns the exit code."""
     await check_system(settings, journal=call.reads_journal)

@@ -113,7 +113,7 @@ async def _plan(settings: Settings, redis: Any, shard: int) -> ShardResult:
     return ShardResult(shard, done + (f", fenced: {fields['fault']}" if fields["fault"] else ""))
 
 
-class _Lease(NamedTuple):
+class _ObservedLease(NamedTuple):
     """The lease of a shard, as seen by the command that rebuilds the shard."""
 
     redis: Any
@@ -127,7 +127,7 @@ class _Lease(NamedTuple):
 
 
 @asynccontextmanager
-async def _seized(settings: Settings, lease: _Lease) -> AsyncIterator[None]:
+async def _seized(settings: Settings, lease: _ObservedLease) -> AsyncIterator[None]:
     """Holds a shard's lease, so that the worker that relays the shard releases it, and takes it over again
     afterwards.
     """
@@ -150,14 +150,14 @@ async def _seized(settings: Settings, lease: _Lease) -> AsyncIterator[None]:
 
 
 async def _rebuild(settings: Settings, redis: Any, shard: int) -> ShardResult:
-    lease = _Lease(redis, key_space(settings).shard(shard), f"{BY_HAND}{secrets.token_hex(4)}")
+    lease = _ObservedLease(redis, key_space(settings).shard(shard), f"{BY_HAND}{secrets.token_hex(4)}")
     if await lease.is_of_another():
         return ShardResult(shard, OTHER_REBUILD, refused=True)
     async with _seized(settings, lease):
         return await _rebuild_owned(settings, lease, shard)
 
 
-async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> ShardResult:
+async def _rebuild_owned(settings: Settings, lease: _ObservedLease, shard: int) -> ShardResult:
     line, began = ProgressLine(), time.monotonic()
     applied = 0
 

@@ -88,7 +88,7 @@ class WriteMode(NamedTuple):
     rate: int | None
 
 
-class _Into(click.ParamType):
+class _DestinationType(click.ParamType):
     name = "DESTINATION"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Into:
@@ -118,7 +118,7 @@ class _Into(click.ParamType):
 @click.option(
     "--into",
     required=True,
-    type=_Into(),
+    type=_DestinationType(),
     help="The destination: - or file:PATH (lines), topic:NAME (CloudEvents) or schema:NAME (read models).",
 )
 @click.option(

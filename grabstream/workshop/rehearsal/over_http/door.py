@@ -39,7 +39,7 @@ NO_ANSWER: Final = "no answer"
 ABANDONED: Final = "abandoned"
 
 
-class _Body(msgspec.Struct):
+class _AnswerBody(msgspec.Struct):
     """The fields that distinguish an answer of the gate from a problem of the gateway."""
 
     id: str | None = None
@@ -47,7 +47,7 @@ class _Body(msgspec.Struct):
     type: str = ""
 
 
-_decode_body = msgspec.json.Decoder(_Body).decode
+_decode_body = msgspec.json.Decoder(_AnswerBody).decode
 
 
 class Received(NamedTuple):
