@@ -205,7 +205,7 @@ def build(keys: ShardKeys, batch: Batch, gate: Secrets) -> ScriptCall:
         return ScriptCall(names, _confirm_arguments(commands, gate.sealer, call_offers))
     columns = _first_columns(call_offers, commands, gate)
     if script == "grab":
-        columns += _last_columns_of_grab(commands, gate.tickets)
+        columns += _last_columns_of_grab(commands, crypto.tickets)
     else:
         columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
     return ScriptCall(names, [_pack(columns)])

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
+from grabstream.models.identifiers import NO_OFFER, is_id
+
 #: Times in records count from 2020-01-01 UTC.
 EPOCH_MS: Final = 1_577_836_800_000
 #: Bytes of the place, the amount and the seq of a part, and of the time that follows. Then come the length of
@@ -26,6 +28,10 @@ GRAB_STATES: Final = ("active", "released", "expired", "waiting")
 #: The fixed part of an answer. Its last byte is the length of the digest that follows; then comes a name, or
 #: a whole row (MessagePack).
 ANSWER_BYTES: Final = 23
+
+#: A field of the counts of refusals: second, code and offer. And a count that fits into SQL.
+_counted = re.compile(rb"([0-9]{1,12}):([0-9]{1,3}):([!-~]+)").fullmatch
+_is_count = re.compile(rb"[0-9]{1,18}").fullmatch
 
 _decode = msgspec.msgpack.Decoder().decode
 _event_at = re.compile(rb'"at":(\d+)').search
@@ -136,6 +142,17 @@ def offer_of_payment(record: bytes) -> str:
     if not isinstance(fields, list) or not fields:
         raise Damaged("not a list of the fields of a payment")
     return str(fields[0])
+
+
+def demand_row(field: bytes, count: bytes) -> tuple[int, int, str, int] | None:
+    """A field of the hash of demand: the second, the code of the outcome, the offer, the count. None if it is
+    damaged.
+    """
+    counted = _counted(field)
+    if counted is None or not _is_count(count):
+        return None
+    second, code, offer = (group.decode() for group in counted.groups())
+    return (int(second), int(code), offer, int(count)) if offer == NO_OFFER or is_id(offer) else None
 
 
 def in_fields(record: bytes, other: bytes) -> list[tuple[str, Any, Any]]:

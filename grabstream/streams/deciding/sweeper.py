@@ -6,7 +6,6 @@ asked about holds that end soon (`payments.py`).
 import asyncio
 import logging
 import math
-import re
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,10 +18,11 @@ from redis.exceptions import ResponseError
 from grabstream.gate.calls import now_ms
 from grabstream.gate.encoding import CallOffers
 from grabstream.lua.keys import ShardKeys, ids_in
+from grabstream.lua.records import demand_row
 from grabstream.lua.running import is_raised_by_script, run_script
 from grabstream.lua.server import time_ms_of
 from grabstream.models.bounds import shortened
-from grabstream.models.identifiers import NO_OFFER, is_id
+from grabstream.models.identifiers import is_id
 from grabstream.models.offers import PAYMENTS_KEPT_MS
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble
@@ -45,10 +45,6 @@ DEMAND_FIELDS_MAX: Final = 2_000
 #: How long a hold or offer that causes an error of its script is skipped, so that the others of its shard are
 #: still handled.
 LEFT_OUT_SECONDS: Final = 60.0
-
-#: A field of the counts of refusals: second, code and offer. And a count that fits into SQL.
-_counted = re.compile(rb"([0-9]{1,12}):([0-9]{1,3}):([!-~]+)").fullmatch
-_is_count = re.compile(rb"[0-9]{1,18}").fullmatch
 
 #: Writes (second, outcome code, offer, refusals) of a shard to SQL. The numbers are absolute, so it may write
 #: them twice.
@@ -386,14 +382,3 @@ def _ms_of(score: bytes) -> int | None:
     """The time of a score; None if there is none, or it is never."""
     ms = float(score or "inf")
     return None if ms == math.inf else int(max(ms, 0.0))
-
-
-def demand_row(field: bytes, count: bytes) -> tuple[int, int, str, int] | None:
-    """A field of the hash of demand: the second, the code of the outcome, the offer, the count. None if it is
-    damaged.
-    """
-    counted = _counted(field)
-    if counted is None or not _is_count(count):
-        return None
-    second, code, offer = (group.decode() for group in counted.groups())
-    return (int(second), int(code), offer, int(count)) if offer == NO_OFFER or is_id(offer) else None

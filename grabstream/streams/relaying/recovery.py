@@ -9,7 +9,6 @@ that finds the mark starts again.
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -21,6 +20,7 @@ from redis.exceptions import ResponseError
 from grabstream.crypto.sealing import CannotOpen, Sealer
 from grabstream.gate.drawing import in_slices
 from grabstream.gate.staging import pieces
+from grabstream.lua.records import demand_row
 from grabstream.models.events import (
     OfferClosed,
     OfferLoaded,
@@ -58,9 +58,6 @@ PROGRESS_SECONDS: Final = 1.0
 #: How long a shard waits for PostgreSQL where its recovery can do without: for the position of the newest
 #: snapshot, and for its own report.
 BOOKS_SECONDS_MAX: Final = 15.0
-#: A field of the counts of refusals: second, code and offer.
-_COUNTED: Final = re.compile(rb"\d{1,12}:\d{1,3}:.+", re.DOTALL).fullmatch
-
 
 #: Lists of events that count, in order, each list with the cursor after it.
 AcceptedEvents = AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]
@@ -409,11 +406,14 @@ class Recovery:
         key = self._shard.keys.demand
         if await self._shard.read(ownership, "TYPE", key) != b"hash":
             return False
-        is_field = True
+        field: bytes | None = None
         async for word in self._scanned(ownership, "HSCAN", key):
-            if not (_COUNTED(word) if is_field else word.isdigit()):
+            if field is None:
+                field = word
+            elif demand_row(field, word) is None:
                 return False
-            is_field = not is_field
+            else:
+                field = None
         return True
 
     async def _scanned(

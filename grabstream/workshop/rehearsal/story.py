@@ -21,6 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from grabstream.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.crypto.tickets import TicketKeys
 from grabstream.gate.gate import Gate
+from grabstream.lua.records import demand_row
 from grabstream.lua.server import let_callers_set_time
 from grabstream.models.answers import Answer
 from grabstream.models.commands import ITEMS_MAX, AnyCommand, Confirm, Grab, Load
@@ -35,7 +36,7 @@ from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections.tables.demand import record
 from grabstream.settings import Settings
-from grabstream.streams.deciding.sweeper import Sweeper, demand_row
+from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.clock import Clock, moment, shown
