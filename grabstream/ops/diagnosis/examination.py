@@ -151,11 +151,10 @@ def _journal_lost(readings: Readings) -> list[Finding]:
         return []
     shards = readings.core.shards if readings.core else ()
     acknowledged = {shard.number: int(shard.fields["journaled_seq"] or 0) for shard in shards}
-    known = readings.last_seqs, readings.books, readings.settings
-    return [
-        *books.journal_lost(readings.last_seqs, acknowledged, readings.books, readings.settings),
-        *(books.archived_lost(readings.archive, *known) if readings.archive else ()),
-    ]
+    lost = books.journal_lost(readings.last_seqs, acknowledged, readings.books, readings.settings)
+    if readings.archive:
+        lost += books.archived_lost(readings.archive, readings.last_seqs, readings.books, readings.settings)
+    return lost
 
 
 def _lagging(readings: Readings) -> list[Finding]:
