@@ -15,17 +15,8 @@
 local TYPES = {
   'hash', 'stream', 'hash', 'list', 'hash', 'zset', 'set', 'zset', 'hash', 'set', 'zset', 'hash',
 }
-
--- The first key of another type, in words; nil if there is none.
-local function damaged_key()
-  for i = 1, #TYPES do
-    local kind = redis.call('TYPE', KEYS[i]).ok
-    if kind ~= TYPES[i] and kind ~= 'none' then
-      return string.format('the key %s has the type %s, which no program gives it: ', KEYS[i], kind)
-        .. 'the shard is rebuilt from the journal', i
-    end
-  end
-end
+-- The command that counts the members of a key; it fails for a key of another type.
+local COUNTS = {hash = 'HLEN', stream = 'XLEN', list = 'LLEN', zset = 'ZCARD', set = 'SCARD'}
 
 -- Fences the shard, and marks it incomplete. One that another program writes is left unchanged.
 local function fence_damaged(reason, is_state)
@@ -39,17 +30,21 @@ local function fence_damaged(reason, is_state)
   redis.call('HSET', KEYS[1], 'partial', '1', 'fault', reason)
 end
 
-local reason, damaged = damaged_key()
-if reason then
-  fence_damaged(reason, damaged == 1)
-  return redis.error_reply('DAMAGED ' .. reason)
+local counts = {}
+for i = 1, #TYPES do
+  counts[i] = redis.pcall(COUNTS[TYPES[i]], KEYS[i])
+  if type(counts[i]) == 'table' then
+    local kind = redis.call('TYPE', KEYS[i]).ok
+    if kind == TYPES[i] or kind == 'none' then return counts[i] end
+    local reason = string.format('the key %s has the type %s, which no program gives it: ', KEYS[i], kind)
+      .. 'the shard is rebuilt from the journal'
+    fence_damaged(reason, i == 1)
+    return redis.error_reply('DAMAGED ' .. reason)
+  end
 end
 
-local function first_of(key)
-  return redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2] or ''
+local function first_of(i)
+  return counts[i] > 0 and redis.call('ZRANGE', KEYS[i], 0, 0, 'WITHSCORES')[2] or ''
 end
 
-return {
-  time_of_server(), first_of(KEYS[8]), first_of(KEYS[6]), first_of(KEYS[11]),
-  redis.call('HLEN', KEYS[12]), redis.call('HLEN', KEYS[5]),
-}
+return {time_of_server(), first_of(8), first_of(6), first_of(11), counts[12], counts[5]}
