@@ -120,8 +120,8 @@ MUTATIONS: Final = (
     Mutation(
         "server of what an owner reads",
         "grabstream/lua/ownership/read.lua",
-        "if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then",
-        "if false then",
+        "if lost then return lost end\n",
+        "",
         _STRANGER,
     ),
     Mutation(

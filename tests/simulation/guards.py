@@ -37,7 +37,7 @@ GUARDS: Final = (
     _in_mutations("a script of an owner checks the owner", "owner of an owner's script"),
     Guard(
         "a script of an owner checks anything", "grabstream/lua/includes/shard.lua",
-        "return held[1] == term and held[2] == owner and server_epoch() == epoch", "return true",
+        "held[1] == term and held[2] == owner and server_epoch() == epoch", "true",
     ),
     Guard(
         "an owner is drawn for each takeover", "grabstream/streams/relaying/ownership.py",

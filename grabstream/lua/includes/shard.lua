@@ -45,11 +45,19 @@ local function time_of_server()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
--- Whether term, owner and server epoch are still those of the caller's takeover; otherwise the owner's
--- scripts do nothing.
-local function is_owner(shard_key, term, owner, epoch)
-  local held = redis.call('HMGET', shard_key, 'term', 'owner')
-  return held[1] == term and held[2] == owner and server_epoch() == epoch
+-- The error with which an owner's script does nothing, unless term, owner and server epoch (ARGV[1..3]) are
+-- still those of its takeover; nil if they are.
+local function lost_ownership()
+  local term, owner, epoch = unpack(ARGV, 1, 3)
+  local held = redis.call('HMGET', KEYS[1], 'term', 'owner')
+  if held[1] == term and held[2] == owner and server_epoch() == epoch then return end
+  return redis.error_reply('LOST the shard has another owner, term or server epoch')
+end
+
+-- The same for a script of a recovery, which also does nothing while the shard decides.
+local function lost_or_deciding()
+  return lost_ownership()
+    or redis.call('HGET', KEYS[1], 'server_epoch') and redis.error_reply('LOST the shard is not fenced')
 end
 
 -- Why the shard needs a takeover: 'incomplete' if its state does not follow from its events, 'outdated' if

@@ -35,9 +35,8 @@
 --- @include "queue"
 --- @include "settling"
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or server epoch')
-end
+local lost = lost_ownership()
+if lost then return lost end
 local shard = redis.call('HMGET', KEYS[1], 'server_epoch', 'seq', 'partial')
 if shard[1] then return redis.error_reply('LOST the shard is not fenced') end
 if ARGV[4] ~= '' and (shard[3] or (shard[2] or '0') ~= ARGV[4]) then

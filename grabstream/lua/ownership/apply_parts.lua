@@ -7,11 +7,7 @@
 -- Returns 1, or the error LOST when the shard has another owner or is not fenced.
 --- @include "shard"
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or server epoch')
-end
-if redis.call('HGET', KEYS[1], 'server_epoch') then
-  return redis.error_reply('LOST the shard is not fenced')
-end
+local lost = lost_or_deciding()
+if lost then return lost end
 redis.call('SETRANGE', KEYS[2], ARGV[4], ARGV[5])
 return 1

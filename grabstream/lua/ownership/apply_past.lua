@@ -12,12 +12,8 @@
 --- @include "records"
 --- @include "past"
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or server epoch')
-end
-if redis.call('HGET', KEYS[1], 'server_epoch') then
-  return redis.error_reply('LOST the shard is not fenced')
-end
+local lost = lost_or_deciding()
+if lost then return lost end
 
 local offers, payments = unpack(cmsgpack.unpack(ARGV[4]))
 redis.call('HSET', KEYS[1], 'partial', '1')

@@ -7,9 +7,8 @@
 -- Returns 1, or the error LOST when the shard has another owner.
 --- @include "shard"
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or server epoch')
-end
+local lost = lost_ownership()
+if lost then return lost end
 redis.call('HDEL', KEYS[1], 'server_epoch', 'history')
 redis.call('HSET', KEYS[1], 'fault', ARGV[4])
 return 1

@@ -8,9 +8,8 @@
 -- Returns the reply of the command; or the error LOST when the shard has another owner.
 --- @include "shard"
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or server epoch')
-end
+local lost = lost_ownership()
+if lost then return lost end
 local command, last = ARGV[4], 5 + tonumber(ARGV[5])
 if command == 'SCAN' then return redis.call('SCAN', unpack(ARGV, 6, last)) end
 if command ~= 'HMGET' and command ~= 'TYPE' and command ~= 'HSCAN' then

@@ -9,8 +9,7 @@
 --- @include "shard"
 --- @include "outbox"
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or server epoch')
-end
+local lost = lost_ownership()
+if lost then return lost end
 local entries = entries_from(entry_at(tonumber(ARGV[4])) or entry_after(), tonumber(ARGV[5]))
 return {redis.call('HGET', KEYS[1], 'seq') or '0', entries, fault_for_owner(KEYS[1], ARGV[3])}

@@ -8,9 +8,8 @@
 -- Returns 1, or the error LOST when the shard has another owner, another seq or is incomplete.
 --- @include "shard"
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or server epoch')
-end
+local lost = lost_ownership()
+if lost then return lost end
 if (redis.call('HGET', KEYS[1], 'seq') or '0') ~= ARGV[4] then
   return redis.error_reply('LOST the shard has changed')
 end

@@ -16,9 +16,8 @@
 
 local ENTRIES_MAX = 1000
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or server epoch')
-end
+local lost = lost_ownership()
+if lost then return lost end
 local seq, wanted = tonumber(ARGV[4]), tonumber(ARGV[10])
 local shard = redis.call('HMGET', KEYS[1], 'seq', 'history')
 local history = shard[2] or ''

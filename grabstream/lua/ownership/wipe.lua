@@ -7,9 +7,8 @@
 -- Returns 1, or the error LOST when the shard has another owner.
 --- @include "shard"
 
-if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
-  return redis.error_reply('LOST the shard has another owner, term or server epoch')
-end
+local lost = lost_ownership()
+if lost then return lost end
 local plain, clock = unpack(redis.call('HMGET', KEYS[1], 'plain', 'clock'))
 redis.call('DEL', KEYS[1])
 if plain then redis.call('HSET', KEYS[1], 'plain', plain) end
