@@ -545,15 +545,7 @@ async def sweep(connection: AsyncConnection[Any], schema: str, projection: str) 
                     await connection.execute(
                         "SELECT set_config('lock_timeout', %s, true)", (f"{DROP_LOCK_MS}ms",)
                     )
-                    await connection.execute(
-                        sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(version.schema))
-                    )
-                    await connection.execute(
-                        sql.SQL("DELETE FROM {} WHERE projection = %s AND version = %s").format(
-                            sql.Identifier(schema, "read_models")
-                        ),
-                        (version.projection, version.version),
-                    )
+                    await _forget(connection, schema, version)
             except LockNotAvailable:
                 log.warning(
                     "schema %s is no longer needed, but another session reads it: the next rebuild drops it",
