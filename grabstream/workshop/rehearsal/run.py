@@ -29,7 +29,7 @@ from grabstream.gate.calls import now_ms
 from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer, decode_answer
-from grabstream.models.commands import AnyCommand, Close, Grab, Open, encode_command
+from grabstream.models.commands import Close, Grab, Open, encode_command
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
@@ -41,7 +41,7 @@ from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.crowd import Envelope, person_of
 from grabstream.workshop.rehearsal.over_http.door import HttpDoor
 from grabstream.workshop.rehearsal.phases import CALIBRATION, RUSH, STEADY, Phase
-from grabstream.workshop.rehearsal.stage import CannotGoOn, Patience
+from grabstream.workshop.rehearsal.stage import PATIENCE_MS, CannotGoOn, Patience, decide_all
 
 #: The callers of the calibration, all doors together, and how long it takes at most.
 CALIBRATION_CALLERS = 200
@@ -60,7 +60,6 @@ GATE_LIST_MAX = 100
 TOPIC_CHUNK = 2_000
 BATCH_BYTES_MAX = 256 * 1024
 DOORS = ("topic", "gate", "http")
-PATIENCE_MS = 30_000
 #: Ids of the grabs that test whether the workers are ready start with this.
 READY = "ready"
 LOOK_EVERY_SECONDS = 0.25
@@ -218,19 +217,7 @@ class Rehearsal:
             factor *= 2
 
     async def _refused(self, opens: Sequence[Open]) -> list[Answer]:
-        return [answer for answer in await self._decide(opens) if answer.outcome != "opened"]
-
-    async def _decide(self, commands: Sequence[AnyCommand]) -> list[Answer]:
-        """Sends commands through the gate until all are decided: after an unknown outcome, `busy` or `fenced`
-        it sends them again with the same ids.
-        """
-        while True:
-            try:
-                answers = await self._gate.decide(commands, patience_ms=PATIENCE_MS)
-            except OutcomeUnknown:
-                continue
-            if all(answer.decided for answer in answers):
-                return answers
+        return [answer for answer in await decide_all(self._gate, opens) if answer.outcome != "opened"]
 
     async def crowd(self) -> float:
         """Sends all attempts through their doors, and returns the seconds until all were answered."""
@@ -355,7 +342,7 @@ class Rehearsal:
         """Closes the envelopes without a deadline that have parts left."""
         for envelope in self._chosen:
             if envelope.deadline_ms is None and envelope.people < envelope.terms.parts:
-                await self._decide([Close(id=f"close-{envelope.offer}", offer=envelope.offer)])
+                await decide_all(self._gate, [Close(id=f"close-{envelope.offer}", offer=envelope.offer)])
 
     # -- the doors -------------------------------------------------------------------------------------------
 

@@ -17,6 +17,10 @@ from pathlib import Path
 from aiokafka.admin import AIOKafkaAdminClient
 
 from grabstream.connections.opening import open_redis
+from grabstream.gate.gate import Gate
+from grabstream.models.answers import Answer
+from grabstream.models.commands import AnyCommand
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.initialization import make_system
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.versions import drop_all
@@ -32,6 +36,8 @@ log = logging.getLogger(__name__)
 #: read models.
 WORKERS = ("decide,relay,sweep", "project,publish,verify")
 STOP_SECONDS = 6.0
+#: How long the gate tries to get commands decided before it says that their outcome is unknown.
+PATIENCE_MS = 30_000
 GATEWAY = "gateway"
 #: How long the rehearsal waits without progress: no process is ready, no event, no answer.
 STILL_SECONDS = 300.0
@@ -47,6 +53,23 @@ class CannotGoOn(Exception):
     """The rehearsal cannot continue: there is no progress, a process of it has ended, an envelope was not
     opened, or the gateway answered a status that no repeat changes.
     """
+
+
+async def decide_all(
+    gate: Gate, commands: Sequence[AnyCommand], check: Callable[[], None] = lambda: None
+) -> list[Answer]:
+    """Sends commands through the gate until all are decided: after an unknown outcome, `busy` or `fenced` it
+    sends them again with the same ids, so that those decided before get their first answer again. `check` is
+    called before each attempt.
+    """
+    while True:
+        check()
+        try:
+            answers = await gate.decide(commands, patience_ms=PATIENCE_MS)
+        except OutcomeUnknown:
+            continue
+        if all(answer.decided for answer in answers):
+            return answers
 
 
 class WorkerEnded(CannotGoOn):

@@ -28,7 +28,7 @@ from grabstream.models.commands import ITEMS_MAX, AnyCommand, Confirm, Grab, Loa
 from grabstream.models.events import AnyEvent
 from grabstream.models.identifiers import NO_OFFER
 from grabstream.models.journal import Cursor
-from grabstream.models.outcomes import Outcome, OutcomeUnknown
+from grabstream.models.outcomes import Outcome
 from grabstream.models.runs import decode_line, singles
 from grabstream.ops.console.output import console
 from grabstream.ops.console.progress import bar
@@ -42,13 +42,12 @@ from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.clock import Clock, moment, shown
 from grabstream.workshop.rehearsal.published import published_check
 from grabstream.workshop.rehearsal.run import open_books, until_in_books
-from grabstream.workshop.rehearsal.stage import Patience, Stage, set_up
+from grabstream.workshop.rehearsal.stage import Patience, Stage, decide_all, set_up
 from grabstream.workshop.rehearsal.tally import Tally
 
 #: Without `decide` and `sweep`, which use the real clock.
 WORKERS: Final = ("relay", "project,publish")
 CALL_COMMANDS_MAX: Final = 48
-PATIENCE_MS: Final = 30_000
 
 #: Outcome → the type of the event that the answer's seq names. With any other outcome it is a refund.
 _EVENT_OF: Final = {
@@ -203,7 +202,10 @@ class Story:
             for start in range(0, len(indexes), CALL_COMMANDS_MAX)
         ]
         answered = await asyncio.gather(
-            *(self._decide([commands[index] for index in indexes]) for indexes in calls)
+            *(
+                decide_all(self._gate, [commands[index] for index in indexes], self._stage.check)
+                for indexes in calls
+            )
         )
         by_index = {
             index: answer
@@ -213,19 +215,6 @@ class Story:
         for index, command in enumerate(commands):
             self._take(command, by_index[index])
         return [by_index[index] for index in range(len(commands))]
-
-    async def _decide(self, commands: Sequence[AnyCommand]) -> list[Answer]:
-        """Sends commands until all are decided. Commands that were decided before get their first answer
-        again.
-        """
-        while True:
-            self._stage.check()
-            try:
-                answers = await self._gate.decide(commands, patience_ms=PATIENCE_MS)
-            except OutcomeUnknown:
-                continue
-            if all(answer.decided for answer in answers):
-                return answers
 
     def _take(self, command: AnyCommand, answer: Answer) -> None:
         self.answers.append(answer)
