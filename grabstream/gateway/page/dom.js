@@ -43,6 +43,19 @@ export function show(node, is) {
   if (node.hidden === Boolean(is)) node.hidden = !is;
 }
 
+/** What is asked for; null when there is no such thing, which the note `missing` then says. */
+export async function orMissing(asked, missing) {
+  let found = null;
+  try {
+    found = await asked;
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    say(missing, error.message);
+  }
+  show(missing, found === null);
+  return found;
+}
+
 /** Brings the children of a parent in line with items: those of known keys are updated in place. */
 export function keyed(parent, items, keyOf, make, update) {
   const known = (parent.known ??= new Map());

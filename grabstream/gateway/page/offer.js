@@ -2,7 +2,7 @@
 
 import { get, part, poll } from "./api.js";
 import { against, areas, bar, legend } from "./charts.js";
-import { card, h, keyed, put, say, show, table, tiles } from "./dom.js";
+import { card, h, keyed, orMissing, put, say, show, table, tiles } from "./dom.js";
 import { actions } from "./actions.js";
 import { amount, clock, count, counted, digitsOf, length, moment, unit, words } from "./format.js";
 import { STATES, href, leftOf, sharesOf } from "./overview.js";
@@ -53,16 +53,8 @@ export function offer({ id, signal, report }) {
     card("Waiting list", [waiting.element, waitingMore], { flush: true, kind: "tall" }));
 
   const again = poll(async (until) => {
-    let row;
-    try {
-      row = await get(`/v1/offers/${part(id)}`, until);
-    } catch (error) {
-      if (error.status !== 404) throw error;
-      show(missing, true);
-      say(missing, error.message);
-      return;
-    }
-    show(missing, false);
+    const row = await orMissing(get(`/v1/offers/${part(id)}`, until), missing);
+    if (row === null) return;
     showOffer(row);
     const [lucky, queue, refused] = await Promise.all([
       get(`/v1/offers/${part(id)}/grabs?order=luckiest&limit=5`, until),

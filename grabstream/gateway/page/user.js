@@ -1,7 +1,7 @@
 // User: what a user has, their grabs, and the story of one offer.
 
 import { get, part, poll } from "./api.js";
-import { card, h, keyed, put, say, show, table } from "./dom.js";
+import { card, h, keyed, orMissing, put, say, show, table } from "./dom.js";
 import { amount, clock, count, counted, digitsOf, length, moment, unit, words } from "./format.js";
 import { href } from "./overview.js";
 
@@ -76,16 +76,8 @@ function story(id, offer, missing, signal, report) {
     { title: "To", wrap: true, cell: (row) => row.credit },
   ], (row) => `${row.seq} ${row.leg}`, "There are no transfers.");
   poll(async (until) => {
-    let found;
-    try {
-      found = await get(`/v1/users/${part(id)}/why?offer=${part(offer)}`, until);
-    } catch (error) {
-      if (error.status !== 404) throw error;
-      show(missing, true);
-      say(missing, error.message);
-      return;
-    }
-    show(missing, false);
+    const found = await orMissing(get(`/v1/users/${part(id)}/why?offer=${part(offer)}`, until), missing);
+    if (found === null) return;
     say(state, found.state);
     put(state, "class", `badge ${found.state === "open" ? "good" : ""}`);
     const unkept = found.refusals_of_offer - found.refusals_kept;
