@@ -1,6 +1,6 @@
 """Options of a replay or of a view of the past, checked and converted to a request."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +62,13 @@ def require_store_client(param: click.Parameter | None, ctx: click.Context | Non
     """Raises BadParameter where addresses of object stores cannot be used."""
     if not installed("boto3"):
         raise click.BadParameter(f"s3:// needs the extra `s3`: {INSTALL}", ctx=ctx, param=param)
+
+
+def source_option(words: str, *others: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option that names where events are read: the journal, or one of the `others`."""
+    return click.option(
+        "--source", type=click.Choice(["journal", *others]), default="journal", show_default=True, help=words
+    )
 
 
 archive_option = click.option(

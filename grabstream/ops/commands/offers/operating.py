@@ -21,7 +21,6 @@ from grabstream.models.identifiers import is_id
 from grabstream.models.money import Invalid
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.commands.offers.approving import (
-    approval_option,
     expiry,
     sign_option,
     signing_key,
@@ -32,10 +31,10 @@ from grabstream.ops.commands.offers.through_a_gate import (
     carry_out,
     complain,
     complain_of_all,
-    id_option,
     make_command,
     offer_argument,
     operator_option,
+    operator_options,
     plain_console,
     print_answers,
     progress_bar,
@@ -85,11 +84,7 @@ _file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
     help="The round of the beacon that the envelope awaits, as JSON with round, randomness and signature, "
          "such as https://api.drand.sh/CHAIN/public/ROUND answers; - reads it from standard input.",
 )  # fmt: skip
-@operator_option
-@approval_option
-@sign_option
-@id_option
-@json_option
+@operator_options
 def amend(
     offer: str, assignments: Sequence[str], beacon: Path | None, operator: str | None,
     command_id: str | None, as_json: bool,
@@ -134,11 +129,7 @@ def _round_in(file: Path) -> str:
 )  # fmt: skip
 @click.option("--reason", required=True, help="The reason of the correction, in one line.")
 @click.option("--approved-by", required=True, help="The name of the person who approved it.")
-@operator_option
-@approval_option
-@sign_option
-@id_option
-@json_option
+@operator_options
 def adjust(
     offer: str,
     transfers: Sequence[str],

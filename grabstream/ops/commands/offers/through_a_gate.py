@@ -82,6 +82,13 @@ operator_option = click.option(
 )
 
 
+def operator_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """The options of a verb that sends one command of an operator."""
+    for option in (json_option, id_option, sign_option, approval_option, operator_option):
+        verb = option(verb)
+    return verb
+
+
 def new_id() -> str:
     """A random command id."""
     return f"cli-{secrets.token_hex(8)}"
@@ -374,11 +381,7 @@ async def _open_piece(gate: Gate, settings: Settings, opens: Sequence[Open]) -> 
 
 @click.command()
 @offer_argument
-@operator_option
-@approval_option
-@sign_option
-@id_option
-@json_option
+@operator_options
 def pause(offer: str, operator: str | None, command_id: str | None, as_json: bool) -> None:
     """Refuse grabs of OFFER with `on_hold` until it is resumed."""
     carry_out(make_command("pause", command_id, offer, operator=operator), as_json)
@@ -386,11 +389,7 @@ def pause(offer: str, operator: str | None, command_id: str | None, as_json: boo
 
 @click.command()
 @offer_argument
-@operator_option
-@approval_option
-@sign_option
-@id_option
-@json_option
+@operator_options
 def resume(offer: str, operator: str | None, command_id: str | None, as_json: bool) -> None:
     """Accept grabs of the paused OFFER again."""
     carry_out(make_command("resume", command_id, offer, operator=operator), as_json)
@@ -398,11 +397,7 @@ def resume(offer: str, operator: str | None, command_id: str | None, as_json: bo
 
 @click.command()
 @offer_argument
-@operator_option
-@approval_option
-@sign_option
-@id_option
-@json_option
+@operator_options
 def close(offer: str, operator: str | None, command_id: str | None, as_json: bool) -> None:
     """Close OFFER now. Units not taken go back to its issuer, and its seed is published."""
     carry_out(make_command("close", command_id, offer, operator=operator), as_json)

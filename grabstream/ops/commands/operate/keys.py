@@ -18,13 +18,13 @@ from grabstream.gateway.callers import SCOPES
 from grabstream.models.identifiers import is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
+from grabstream.ops.console.arguments import grace_option
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.formats.written_values import read_duration, read_time
 from grabstream.projections.tables import api_keys
 from grabstream.projections.tables.api_keys import ApiKey, ApiKeyRefused
 from grabstream.settings import load_settings
 
-GRACE_MS_MAX: Final = 30 * 24 * 3_600_000
 _COLUMNS: Final = (
     "name",
     "scopes",
@@ -98,23 +98,14 @@ def create(
 
 @keys.command()
 @_name
-@click.option(
-    "--grace", default="24h", show_default=True,
-    help="How long the old secret stays valid next to the new one; 0 revokes it at once.",
-)  # fmt: skip
+@grace_option("stays valid next to the new one")
 @_expires
 @_dry_run
 @json_option
-def rotate(name: str, grace: str, expires: str | None, dry_run: bool, as_json: bool) -> None:
+def rotate(name: str, grace_ms: int, expires: str | None, dry_run: bool, as_json: bool) -> None:
     """Give the key NAME a new secret, and print it. The old secret stays valid for the time of --grace, in
     which the service changes to the new one; a secret from before it is revoked at once.
     """
-    try:
-        grace_ms = read_duration(grace)
-    except Invalid as error:
-        raise click.BadParameter(str(error), param_hint="--grace") from None
-    if grace_ms > GRACE_MS_MAX:
-        raise click.BadParameter("is at most 30d", param_hint="--grace")
     expires_at, secret = _expiry(expires), new_secret()
 
     async def make(connection: AsyncConnection[Any]) -> ApiKey:

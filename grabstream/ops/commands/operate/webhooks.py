@@ -13,10 +13,9 @@ from grabstream.connections.opening import checked_books, sealer
 from grabstream.connections.seal_keys import require_seal_keys
 from grabstream.models.events import CURRENT_VERSIONS
 from grabstream.models.identifiers import is_id
-from grabstream.models.money import Invalid
+from grabstream.ops.console.arguments import grace_option
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
-from grabstream.ops.formats.written_values import read_duration
 from grabstream.projections.tables import webhooks as stored
 from grabstream.projections.tables.webhooks import Delivery, TooMany, Webhook
 from grabstream.settings import Settings, load_settings
@@ -24,7 +23,6 @@ from grabstream.streams.webhooks.addresses import BadUrl, check_url
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
 
 OFFERS_MAX: Final = 100
-GRACE_MS_MAX: Final = 30 * 24 * 3_600_000
 SHOWN: Final = 50
 SHOWN_MAX: Final = 10_000
 
@@ -176,23 +174,14 @@ def remove(webhook: str, as_json: bool) -> None:
 
 @webhooks.command()
 @_webhook
-@click.option(
-    "--grace", default="24h", show_default=True,
-    help="How long the old secret also signs; 0 revokes it at once.",
-)  # fmt: skip
+@grace_option("also signs")
 @json_option
-def rotate(webhook: str, grace: str, as_json: bool) -> None:
+def rotate(webhook: str, grace_ms: int, as_json: bool) -> None:
     """Give WEBHOOK a new secret, and print it. For a time, events are signed with both, so that the receiver
     can change to the new one without a gap.
     """
     settings = load_settings()
     settings.require_seal_keys()
-    try:
-        grace_ms = read_duration(grace)
-    except Invalid as error:
-        raise click.BadParameter(str(error), param_hint="--grace") from None
-    if grace_ms > GRACE_MS_MAX:
-        raise click.BadParameter("is at most 30d", param_hint="--grace")
     secret = new_secret()
     sealed = sealer(settings).seal(0, webhook, SEALED_FOR, secret)
     rotated = _ask(settings, lambda connection: stored.rotate(connection, webhook, sealed, grace_ms))

@@ -20,7 +20,7 @@ from grabstream.ops.console.output import WholeNumber, console, json_option, pri
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
-from grabstream.ops.formats.replay_request import ReplayRequest, request
+from grabstream.ops.formats.replay_request import ReplayRequest, request, source_option
 from grabstream.projections.database.migrate import drop_statement, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.settings import Settings, load_settings
@@ -51,13 +51,7 @@ class NothingThen(Exception):
 @click.argument("moment", metavar="TIME")
 @click.option("--offer", "offers", multiple=True, metavar="ID", help="Show only this offer. Repeatable.")
 @click.option("--user", "users", multiple=True, metavar="ID", help="Show what this user had. Repeatable.")
-@click.option(
-    "--source",
-    type=click.Choice(["journal", "audit"]),
-    default="journal",
-    show_default=True,
-    help="The source of the events.",
-)
+@source_option("The source of the events.", "audit")
 @click.option("--limit", type=WholeNumber(min=0), help="Rows of each list. Default: 20, with --json all.")
 @click.option("--keep", metavar="SCHEMA", help="Build the result in this schema, and keep it.")
 @json_option

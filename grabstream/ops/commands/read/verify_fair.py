@@ -14,19 +14,14 @@ from grabstream.models.fairness import CannotVerify, Fairness, verify_fairness
 from grabstream.models.identifiers import is_id
 from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.console.output import console, json_option, print_json
+from grabstream.ops.formats.replay_request import source_option
 from grabstream.ops.history import read_events
 from grabstream.settings import Settings, load_settings
 
 
 @click.command("verify-fair")
 @click.argument("offer")
-@click.option(
-    "--source",
-    type=click.Choice(["journal", "audit"]),
-    default="journal",
-    show_default=True,
-    help="Read the events from the journal in Kafka, or from the audit trail in PostgreSQL.",
-)
+@source_option("Read the events from the journal in Kafka, or from the audit trail in PostgreSQL.", "audit")
 @json_option
 def verify_fair(offer: str, source: Literal["journal", "audit"], as_json: bool) -> None:
     """Compute every part of the closed envelope OFFER from its events alone, and compare it with the part

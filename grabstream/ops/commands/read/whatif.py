@@ -32,7 +32,7 @@ from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.offer_files import BadOfferFile, form_of
-from grabstream.ops.formats.replay_request import archive_option, require_archive
+from grabstream.ops.formats.replay_request import archive_option, require_archive, source_option
 from grabstream.ops.formats.whatif_files import WhatIf, read_whatif
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.history.chunks import Point, up_to
@@ -83,13 +83,7 @@ class _FirstReading:
     type=click.Choice(["yaml", "json"]),
     help="The form of FILE. Default: by its suffix; YAML without a suffix.",
 )
-@click.option(
-    "--source",
-    type=click.Choice(["journal", "audit", "archive"]),
-    default="journal",
-    show_default=True,
-    help="The source of the history.",
-)
+@source_option("The source of the history.", "audit", "archive")
 @archive_option
 @click.option(
     "--output",

@@ -21,7 +21,7 @@ from grabstream.ops.commands.operate.worker import step_of
 from grabstream.ops.console.output import WholeNumber, json_option, print_json
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
-from grabstream.ops.formats.replay_request import ArchiveAddress
+from grabstream.ops.formats.replay_request import ArchiveAddress, source_option
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.tables import set_aside
@@ -38,13 +38,7 @@ from grabstream.streams.replaying.replay import Planned, ReportReplay, Stretch, 
 
 @click.command()
 @click.argument("archive", type=ArchiveAddress(exists=False))
-@click.option(
-    "--source",
-    type=click.Choice(["journal", "audit"]),
-    default="journal",
-    show_default=True,
-    help="The source of the lines.",
-)
+@source_option("The source of the lines.", "audit")
 @click.option(
     "--shard", "shards", multiple=True, type=WholeNumber(min=0), help="Only this shard. Repeatable."
 )

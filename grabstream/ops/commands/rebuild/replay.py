@@ -24,7 +24,13 @@ from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.console.output import WholeNumber, json_option, print_json
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
-from grabstream.ops.formats.replay_request import ReplayRequest, archive_option, request, require_archive
+from grabstream.ops.formats.replay_request import (
+    ReplayRequest,
+    archive_option,
+    request,
+    require_archive,
+    source_option,
+)
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.sessions import connect
 from grabstream.settings import Settings, load_settings
@@ -140,13 +146,7 @@ class _DestinationType(click.ParamType):
 @click.option(
     "--shard", "shards", multiple=True, type=WholeNumber(min=0), help="Only this shard. Repeatable."
 )
-@click.option(
-    "--source",
-    type=click.Choice(["journal", "audit", "archive"]),
-    default="journal",
-    show_default=True,
-    help="The source of the events.",
-)
+@source_option("The source of the events.", "audit", "archive")
 @archive_option
 @click.option("--append", is_flag=True, help="Write to a topic even if it has records already.")
 @click.option(
