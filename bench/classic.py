@@ -41,16 +41,24 @@ def prepare(client: "redis.Redis", parts: int, id_length: int) -> str:
 def pipelined(
     port: int, sha: str, grabs: int, id_length: int, wait: bool = True, more: Sequence[str] = ()
 ) -> "subprocess.Popen[str]":
-    """Runs redis-benchmark, the fastest client: 20 connections, pipelines of 32 calls, a random user in each
-    call.
-    """
-    user = "u" * (id_length - 12) + "__rand_int__"
+    """Calls the script, with a random user in each call."""
+    call = ("EVALSHA", sha, "3", *KEYS, random_user(id_length), *more)
+    return benchmarked(port, grabs, call, wait)
+
+
+def random_user(id_length: int) -> str:
+    """A user for redis-benchmark, which draws another one for each place in each call."""
+    return "u" * (id_length - 12) + "__rand_int__"
+
+
+def benchmarked(port: int, calls: int, call: Sequence[str], wait: bool = True) -> "subprocess.Popen[str]":
+    """Runs redis-benchmark, the fastest client: 20 connections, pipelines of 32 calls."""
     command = [
         "redis-benchmark",
         "-p",
         str(port),
         "-n",
-        str(grabs),
+        str(calls),
         "-r",
         "100000000000",
         "-P",
@@ -59,9 +67,7 @@ def pipelined(
         "20",
         "--csv",
     ]
-    process = subprocess.Popen(
-        [*command, "EVALSHA", sha, "3", *KEYS, user, *more], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([*command, *call], stdout=subprocess.PIPE, text=True)
     if wait:
         process.wait()
     return process

@@ -26,7 +26,7 @@ KINDS = ("async_client", "client", "aiohttp")
 async def call(runs: int, calls: int) -> dict[str, Any]:
     """The µs of processor time that a process of callers needs for a journaled grab."""
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    async with shop() as (settings, server):
+    async with shop() as (settings, server, _):
         for run in range(runs + 1):
             for kind in KINDS:
                 plan = {"kind": kind, "calls": calls if run else calls // 10, "stem": secrets.token_hex(6)}

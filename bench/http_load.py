@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import uvloop
@@ -18,12 +18,15 @@ TICK_SECONDS: Final = 0.001
 DRAIN_SECONDS: Final = 30.0
 #: Of this many requests, `lists` are lists.
 MIX: Final = 5
+ACCEPTED: Final = ("200", "201")
 
 
 class HttpPlan(NamedTuple):
     """What is sent: of five requests, `lists` are lists for visitors in turn; the others are grabs of the
     offers in turn, each of a new user, whose name begins with `stem`. With a rate, as many requests a second
     begin, whether those before are answered or not; without one, each connection has one request at a time.
+    With `phases` (requests a second, seconds), one follows the other, and a request that is due while no
+    connection is free is not sent. `with_answers` asks for each answer by itself.
     """
 
     lists: int
@@ -33,6 +36,13 @@ class HttpPlan(NamedTuple):
     seconds: float
     connections: int
     rate: float = 0.0
+    phases: Sequence[tuple[float, float]] = ()
+    with_answers: bool = False
+
+    @property
+    def open_loop(self) -> Sequence[tuple[float, float]]:
+        """The phases in which requests begin at a rate; none without a rate."""
+        return self.phases or ([(self.rate, self.seconds)] if self.rate else [])
 
 
 def requests(plan: HttpPlan) -> Iterator[bytes]:
@@ -63,13 +73,15 @@ class HttpLoad:
     """All connections, and what came back."""
 
     def __init__(self, plan: HttpPlan) -> None:
-        self.is_open_loop = plan.rate > 0
+        self.is_open_loop = bool(plan.open_loop)
         self.until = 0.0
         self.free: deque[Connection] = deque()
         #: When requests were due that wait for a free connection.
         self.due: deque[float] = deque()
         self.statuses: Counter[str] = Counter()
-        self.latencies: list[float] = []
+        #: When each answered request was due, the seconds to its answer, and its status.
+        self.answers: list[tuple[float, float, str]] = []
+        self.unsent = 0
         self.bytes = 0
         self.next = requests(plan).__next__
 
@@ -121,7 +133,7 @@ class Connection(asyncio.Protocol):
     def _answered(self) -> None:
         load, now = self._load, time.perf_counter()
         load.statuses[self._status] += 1
-        load.latencies.append(now - self._began)
+        load.answers.append((self._began, now - self._began, self._status))
         self._began = 0.0
         if load.is_open_loop:
             if load.due:
@@ -148,33 +160,47 @@ async def run(port: int, plan: HttpPlan) -> dict[str, Any]:
     began = time.perf_counter()
     load.until = began + plan.seconds
     if load.is_open_loop:
-        sent = 0
-        while sent < plan.rate * plan.seconds:
-            while began + sent / plan.rate <= time.perf_counter():
-                due = began + sent / plan.rate
-                sent += 1
-                if load.free:
-                    load.free.popleft().send(due)
-                else:
-                    load.due.append(due)
-            await asyncio.sleep(TICK_SECONDS)
+        phase_began = began
+        for rate, phase_seconds in plan.open_loop:
+            await _send_at(load, rate, phase_began, phase_seconds, waits=not plan.phases)
+            phase_began += phase_seconds
     else:
         while load.free:
             load.free.popleft().send(time.perf_counter())
         await asyncio.sleep(plan.seconds)
-    while len(load.free) < plan.connections and time.perf_counter() < load.until + DRAIN_SECONDS:
+    drained = time.perf_counter() + DRAIN_SECONDS
+    while len(load.free) < plan.connections and time.perf_counter() < drained:
         await asyncio.sleep(TICK_SECONDS)
     seconds = time.perf_counter() - began
     now = resource.getrusage(resource.RUSAGE_SELF)
-    ordered = sorted(load.latencies)
+    ordered = sorted(latency for _, latency, status in load.answers if status in ACCEPTED)
     return {
+        "began": began,
         "seconds": seconds,
         "statuses": load.statuses,
+        "unsent": load.unsent,
         "client_cpu_seconds": now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime,
         "bytes": load.bytes,
         "p50_ms": ordered[len(ordered) // 2] * 1000,
         "p99_ms": ordered[int(len(ordered) * 0.99)] * 1000,
+        "answers": load.answers if plan.with_answers else [],
     }
+
+
+async def _send_at(load: HttpLoad, rate: float, began: float, seconds: float, waits: bool) -> None:
+    """Begins `rate` requests a second for `seconds`; `waits`: one that finds no free connection waits."""
+    sent = 0
+    while sent < rate * seconds:
+        while sent < rate * seconds and began + sent / rate <= time.perf_counter():
+            due = began + sent / rate
+            sent += 1
+            if load.free:
+                load.free.popleft().send(due)
+            elif waits:
+                load.due.append(due)
+            else:
+                load.unsent += 1
+        await asyncio.sleep(TICK_SECONDS)
 
 
 if __name__ == "__main__":

@@ -23,15 +23,17 @@ from typing import Any, NamedTuple
 import redis
 
 from bench import classic
-from bench.stage import system
+from bench.http_load import ACCEPTED
+from bench.stage import PROGRAM, system
 from bench.streaming import cpu_seconds_of_all, until_booked
 from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Open
 from grabstream.models.offers import CouponTerms
 from grabstream.settings import Settings, child_environment
 from grabstream.streams.topics import Topics
-from grabstream.workshop.services import free_ports
+from grabstream.workshop.services import ServerSet, free_ports
 
+ROLES = ("decide,relay,sweep", "project")
 OFFERS = 20
 VISITORS = 100
 CONNECTIONS = 128
@@ -48,9 +50,21 @@ class MeasuredServer(NamedTuple):
     pid: int
 
 
+class Shop(NamedTuple):
+    """A system that runs."""
+
+    settings: Settings
+    gateway: MeasuredServer
+    workers: list["subprocess.Popen[bytes]"]
+
+
 @contextmanager
-def gateway(settings: Settings, processes: int = 1, **others: str) -> Iterator[MeasuredServer]:
-    """Runs a gateway of a system in `processes` processes; `others` are further settings of it."""
+def gateway(
+    settings: Settings, processes: int = 1, program: Sequence[str] = PROGRAM, **others: str
+) -> Iterator[MeasuredServer]:
+    """Runs a gateway of a system in `processes` processes; `others` are further settings of it, `program` as
+    for `system`.
+    """
     environment = child_environment(
         prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
         postgres=settings.postgres, seal_keys=settings.seal_keys.get_secret_value(),
@@ -60,7 +74,7 @@ def gateway(settings: Settings, processes: int = 1, **others: str) -> Iterator[M
         log = Path(folder, "gateway.log")
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "grabstream.ops.cli", "gateway", "--port", "0",
+                [sys.executable, "-m", *program, "gateway", "--port", "0",
                  "--processes", str(processes)],
                 env=environment, stdout=output, stderr=output,
             )  # fmt: skip
@@ -123,18 +137,25 @@ def bare_uvicorn() -> Iterator[MeasuredServer]:
 
 
 def load(
-    server: MeasuredServer, lists: int, seconds: float, rate: float = 0.0, connections: int = CONNECTIONS
+    server: MeasuredServer,
+    lists: int,
+    seconds: float,
+    rate: float = 0.0,
+    connections: int = CONNECTIONS,
+    expected: Sequence[str] = ACCEPTED,
+    **more: Any,
 ) -> dict[str, Any]:
-    """Sends `lists` lists of five requests, and grabs, for `seconds`. Raises when an answer is not the
-    expected one.
+    """Sends `lists` lists of five requests, and grabs, for `seconds`; `more` of the plan as in `HttpPlan`.
+    Raises when the status of an answer is not an expected one.
     """
     plan = {
         "lists": lists, "offers": [offer_name(number) for number in range(OFFERS)], "visitors": VISITORS,
         "stem": secrets.token_hex(6), "seconds": seconds, "connections": connections, "rate": rate,
+        **more,
     }  # fmt: skip
     before = cpu_seconds_of_all(server.pid)
     found = said([sys.executable, "-m", "bench.http_load", str(server.port)], plan, seconds + 120)
-    if set(found["statuses"]) - {"200", "201"}:
+    if set(found["statuses"]) - set(expected):
         raise RuntimeError(f"not all requests were served: {found['statuses']}")
     found["count"] = sum(found["statuses"].values())
     found["rate"] = found["count"] / found["seconds"]
@@ -158,9 +179,13 @@ def offer_name(number: int) -> str:
 
 
 @asynccontextmanager
-async def shop() -> AsyncIterator[tuple[Settings, MeasuredServer]]:
-    """A system with OFFERS offers that never sell out, and its gateway."""
-    async with system(("decide,relay,sweep", "project")) as (settings, _):
+async def shop(
+    servers: ServerSet | None = None, program: Sequence[str] = PROGRAM, **others: str
+) -> AsyncIterator[Shop]:
+    """A system with workers with ROLES and OFFERS offers that never sell out, and its gateway; arguments as
+    for `system` and `gateway`.
+    """
+    async with system(ROLES, servers, program) as (settings, workers):
         async with open_gate(settings) as gate:
             offers = [
                 Open(
@@ -171,8 +196,8 @@ async def shop() -> AsyncIterator[tuple[Settings, MeasuredServer]]:
             ]  # fmt: skip
             await gate.decide(offers, patience_ms=30_000, timeout_ms=30_000)
         await until_booked(settings, OFFERS)
-        with gateway(settings) as server:
-            yield settings, server
+        with gateway(settings, program=program, **others) as server:
+            yield Shop(settings, server, workers)
 
 
 def _asked(server: MeasuredServer, path: str, body: bytes | None = None) -> str:
@@ -203,7 +228,7 @@ async def _against(
     runs: int, seconds: float, lists: int, other: Callable[[Settings, MeasuredServer], Any]
 ) -> dict[str, Any]:
     """The gateway and the other server in turn: requests a second, and what they cost."""
-    async with shop() as (settings, server):
+    async with shop() as (settings, server, _):
         with other(settings, server) as against:
             sides = ((server, CONNECTIONS), (against, CONNECTIONS))
             ours, theirs = await _in_turn(settings, runs, seconds, lists, sides)
@@ -259,7 +284,7 @@ async def against_uvicorn(runs: int, seconds: float, lists: int) -> dict[str, An
     """What a request costs the gateway, against the constant of a bare uvicorn, which logs each request. Only
     processor time is compared: rates depend more on what else the machine does.
     """
-    async with shop() as (settings, server):
+    async with shop() as (settings, server, _):
         with bare_uvicorn() as against:
             sides = ((server, CONNECTIONS), (against, CONNECTIONS))
             ours, theirs = await _in_turn(settings, runs, seconds, lists, sides)
@@ -279,7 +304,7 @@ async def processes(runs: int, seconds: float) -> dict[str, Any]:
     against one, with as many connections for each process. All others share the cores of this machine, so
     the clock says nothing about it.
     """
-    async with shop() as (settings, server):
+    async with shop() as (settings, server, _):
         with gateway(settings, PROCESSES) as several:
             sides = ((several, PROCESSES * CONNECTIONS), (server, CONNECTIONS))
             many, alone = await _in_turn(settings, runs, seconds, GRABS, sides)
@@ -306,23 +331,56 @@ async def items(runs: int, seconds: float) -> dict[str, Any]:
     return await _against(runs, seconds, LISTS, _items)
 
 
+@contextmanager
+def _by_hand(settings: Settings) -> Iterator[tuple[MeasuredServer, Callable[[], str]]]:
+    """The same server with one call of the classic script and one awaited send a request; and a function that
+    fills its list of parts, which is enough for one run.
+    """
+    with redis.Redis.from_url(settings.redis_url) as plain:
+
+        def fill() -> str:
+            return classic.prepare(plain, 300_000, 32)
+
+        topic = Topics(settings.prefix).rejected
+        where = {"redis_url": settings.redis_url, "kafka": settings.kafka, "topic": topic}
+        with reference("by_hand", **where, sha=fill()) as against:
+            yield against, fill
+        plain.delete(*classic.KEYS)
+
+
+async def lone(runs: int, seconds: float) -> dict[str, Any]:
+    """Row `lone`: p50 of a caller who is alone, each grab journaled, over HTTP, against one call of the
+    classic script and one awaited send in the same server. Nothing else happens, so each grab pays for waking
+    up each process on its way.
+    """
+    async with shop() as (settings, server, _):
+        with _by_hand(settings) as (against, _):
+            ours, theirs = await _in_turn(settings, runs, seconds, GRABS, ((server, 1), (against, 1)))
+    return {
+        "ours": [one["p50_ms"] for one in ours],
+        "theirs": [one["p50_ms"] for one in theirs],
+        "unit": "ms p50",
+        "profile": {
+            "p99 ms": {"ours": median_of(ours, "p99_ms"), "classic": median_of(theirs, "p99_ms")},
+            "CPU µs a request": {
+                "gateway": median_of(ours, "server_us"), "classic": median_of(theirs, "server_us"),
+            },
+            "the machine": {"load": f"{os.getloadavg()[0]:.1f}"},
+        },
+    }  # fmt: skip
+
+
 async def latency(runs: int, seconds: float) -> dict[str, Any]:
     """p99 of a journaled grab over HTTP at half of the load that the gateway can serve, against one call of
     the classic script and one awaited send, in the same server, at half of what that can serve.
     """
     ours, theirs, rates = [], [], []
-    async with shop() as (settings, server):
-        plain = redis.Redis.from_url(settings.redis_url)
-        sha = classic.prepare(plain, 300_000, 32)
-        by_hand = reference(
-            "by_hand", redis_url=settings.redis_url, kafka=settings.kafka,
-            topic=Topics(settings.prefix).rejected, sha=sha,
-        )  # fmt: skip
-        with by_hand as against:
+    async with shop() as (settings, server, _):
+        with _by_hand(settings) as (against, fill):
             for each in (server, against):
                 await asyncio.to_thread(load, each, GRABS, seconds / 4)
             for _ in range(runs):
-                classic.prepare(plain, 300_000, 32)  # enough for one run
+                fill()
                 for each, found in ((server, ours), (against, theirs)):
                     full = await asyncio.to_thread(load, each, GRABS, seconds)
                     await until_booked(settings, 0)
@@ -330,8 +388,6 @@ async def latency(runs: int, seconds: float) -> dict[str, Any]:
                     await until_booked(settings, 0)
                     found.append(half)
                 rates.append((ours[-1]["rate"], theirs[-1]["rate"]))
-        plain.delete(*classic.KEYS)
-        plain.close()
     return {
         "ours": [one["p99_ms"] for one in ours],
         "theirs": [one["p99_ms"] for one in theirs],

@@ -29,10 +29,12 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.initialization import make_system
 from grabstream.settings import SECRETS, Settings, child_environment, load_settings
 from grabstream.workshop.rehearsal.stage import take_down
-from grabstream.workshop.services import ServerSet, free_ports
+from grabstream.workshop.services import LocalServices, ServerSet, free_ports
 from grabstream.workshop.services.servers import Redis
 
 SEALER = Sealer({"bench": bytes(32)})
+#: The module that workers and gateways run.
+PROGRAM = ("grabstream.ops.cli",)
 
 
 @contextmanager
@@ -48,6 +50,18 @@ def private_redis() -> Iterator[int]:
             yield server.port
         finally:
             server.kill()
+
+
+@contextmanager
+def own_servers() -> Iterator[LocalServices]:
+    """Runs a set of servers that nothing else uses, so that what they do belongs to the measurement."""
+    with tempfile.TemporaryDirectory() as name:
+        servers = LocalServices(Path(name) / "servers", *free_ports(4))
+        try:
+            servers.up()
+            yield servers
+        finally:
+            servers.remove()
 
 
 def server_seconds(client: "redis.Redis") -> float:
@@ -116,10 +130,11 @@ def grabs(offer: str, count: int, id_length: int = 32, start: int = 0) -> list[G
 
 @asynccontextmanager
 async def system(
-    roles: Sequence[str], servers: ServerSet | None = None
+    roles: Sequence[str], servers: ServerSet | None = None, program: Sequence[str] = PROGRAM
 ) -> AsyncIterator[tuple[Settings, list["subprocess.Popen[bytes]"]]]:
     """Runs a system with a worker for each of `roles`, on these servers, or else on the Kafka and PostgreSQL
-    of the settings and a private Redis; removed afterwards.
+    of the settings and a private Redis; removed afterwards. `program`: a module that runs the command line,
+    and its own arguments.
     """
     name = f"bench{secrets.token_hex(4)}"
     with ExitStack() as stack:
@@ -144,7 +159,7 @@ async def system(
         )  # fmt: skip
         workers = [
             subprocess.Popen(
-                [sys.executable, "-m", "grabstream.ops.cli", "worker", "--roles", worker_roles],
+                [sys.executable, "-m", *program, "worker", "--roles", worker_roles],
                 env=environment,
                 stderr=subprocess.DEVNULL,
             )
