@@ -23,7 +23,8 @@ GRAB_US_ALLOWED = 400.0
 CAPACITY_CONNECTIONS, OVERLOAD_CONNECTIONS = 400, 4_000
 OVERLOAD = 3.0
 RECOVERY_SECONDS_ALLOWED = 2.0
-SLICE_SECONDS = 0.1
+#: After the overload, half a second without any refusal or late answers is calm.
+SLICE_SECONDS, CALM_SLICES = 0.1, 5
 
 
 def processes(open_shop: Shop, servers: ServerSet) -> dict[str, int]:
@@ -72,8 +73,8 @@ async def machine(runs: int, seconds: float) -> dict[str, Any]:
 async def overload(runs: int, seconds: float) -> dict[str, dict[str, Any]]:
     """Rows `overload`: half of what CAPACITY_CONNECTIONS connections are served, then OVERLOAD times as much
     as they are served, then half again. p99 of accepted grabs in the overload against before; the gateway's
-    memory at its end against its middle; and the seconds after it until no grab is refused any more, and the
-    median is below the p99 of half load again, against RECOVERY_SECONDS_ALLOWED.
+    memory at its end against its middle; and the seconds after it until no grab is refused for half a second,
+    and the median is below the p99 of half load again, against RECOVERY_SECONDS_ALLOWED.
     """
     found: list[dict[str, Any]] = []
     room = {"gateway_address_connections_max": str(2 * OVERLOAD_CONNECTIONS)}
@@ -139,7 +140,7 @@ async def _phases(open_shop: Shop, capacity: float, seconds: float) -> dict[str,
         "refused": (len(during) - len(accepted)) / seconds, "unsent": result["unsent"] / seconds,
         "half_p99_ms": half_p99_ms, "p50_ms": _part(accepted, 0.5), "p99_ms": _part(accepted, 0.99),
         "longest_ms": accepted[-1], "refused_p99_ms": _part(refused, 0.99),
-        "recovery_seconds": _recovery_seconds(after, begins[2], half_p99_ms),
+        "recovery_seconds": recovery_seconds(after, begins[2], half_p99_ms),
         "recovery_seconds_allowed": RECOVERY_SECONDS_ALLOWED,
         **{f"{name}_mb": [mb for at, mb in memory if at <= until][-1] for name, until in times.items()},
     }  # fmt: skip
@@ -160,19 +161,22 @@ def _part(ordered: Sequence[float], part: float) -> float:
     return ordered[int(len(ordered) * part)]
 
 
-def _recovery_seconds(
+def recovery_seconds(
     answers: Sequence[tuple[float, float, str]], began: float, median_ms_max: float
 ) -> float:
-    """Seconds from `began` to the end of the last slice in which a grab was due that was refused, or the
-    median was above a bound.
+    """Seconds from `began` to the first CALM_SLICES in which each grab that was due was accepted, and the
+    median of each slice was within a bound; until the end where there are none.
     """
     slices: dict[int, list[tuple[float, float, str]]] = {}
     for answer in answers:
         slices.setdefault(int((answer[0] - began) / SLICE_SECONDS), []).append(answer)
-    disturbed = [
+    calm = {
         number
         for number, part in slices.items()
-        if any(status not in ACCEPTED for _, _, status in part)
-        or _part(_milliseconds(part), 0.5) > median_ms_max
-    ]
-    return (max(disturbed) + 1) * SLICE_SECONDS if disturbed else 0.0
+        if all(status in ACCEPTED for _, _, status in part)
+        and _part(_milliseconds(part), 0.5) <= median_ms_max
+    }
+    last = max(slices)
+    return SLICE_SECONDS * next(
+        (number for number in range(last) if calm >= {*range(number, number + CALM_SLICES)}), last + 1
+    )

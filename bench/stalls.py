@@ -81,7 +81,7 @@ async def longest(runs: int, seconds: float) -> dict[str, Any]:
                         expected=ANSWERED, with_answers=True,
                     )  # fmt: skip
                     await disturbing
-                stalls = _stalls(found["answers"])
+                stalls = longest_stalls(found["answers"])
                 slowest.append(stalls[0].ended - stalls[0].began)
                 profile[f"run {run}"] = {
                     "requests/s": f"{found['rate']:,.0f}", "p50 ms": f"{found['p50_ms']:.0f}",
@@ -96,7 +96,7 @@ async def longest(runs: int, seconds: float) -> dict[str, Any]:
     return {"ours": slowest, "theirs": [SECONDS_ALLOWED] * runs, "unit": "s", "profile": profile}
 
 
-def _stalls(answers: Sequence[tuple[float, float, str]]) -> list[Stall]:
+def longest_stalls(answers: Sequence[tuple[float, float, str]]) -> list[Stall]:
     """The longest requests that did not overlap, with the number of those that waited meanwhile at least half
     as long.
     """
