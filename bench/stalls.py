@@ -21,6 +21,7 @@ from bench.http_load import ACCEPTED
 from bench.serving import GRABS, Shop, load, shop
 from bench.stage import own_servers
 from bench.streaming import until_booked
+from grabstream.runtime.ending import end
 from grabstream.streams import brokers
 from grabstream.streams.topics import Topics
 from grabstream.workshop.services import LocalServices
@@ -37,7 +38,9 @@ _checkpoint = re.compile(r"^(\S+ \S+) \S+ \[\d+\] LOG:  (checkpoint (?:starting|
 
 
 class Sample(NamedTuple):
-    """Seconds so far of a process and its children: used, and waited for a core; or of the machine."""
+    """Seconds so far of a process and its children: used, and waited for a core; or of the machine: used, and
+    waited for the disk.
+    """
 
     at: float
     used: float
@@ -83,17 +86,32 @@ async def longest(runs: int, seconds: float) -> dict[str, Any]:
                     await disturbing
                 stalls = longest_stalls(found["answers"])
                 slowest.append(stalls[0].ended - stalls[0].began)
-                profile[f"run {run}"] = {
-                    "requests/s": f"{found['rate']:,.0f}", "p50 ms": f"{found['p50_ms']:.0f}",
-                    "p99 ms": f"{found['p99_ms']:.0f}",
-                    "refused": str(found["count"] - found["statuses"]["201"]),
-                    "load": f"{os.getloadavg()[0]:.1f}",
-                }  # fmt: skip
-                for stall in stalls:
-                    at = f"run {run}, {stall.began - found['began']:.1f} s"
-                    profile[at] = watch.told(stall)
+                profile |= _profile(f"run {run}", found, watch, stalls)
                 await until_booked(open_shop.settings, 0)
     return {"ours": slowest, "theirs": [SECONDS_ALLOWED] * runs, "unit": "s", "profile": profile}
+
+
+def _profile(
+    run: str, found: dict[str, Any], watch: "Watch", stalls: Sequence[Stall]
+) -> dict[str, dict[str, str]]:
+    """What is said of a run: in all, beside each disturbance, and in each stall."""
+    profile = {
+        run: {
+            "requests/s": f"{found['rate']:,.0f}", "p50 ms": f"{found['p50_ms']:.0f}",
+            "p99 ms": f"{found['p99_ms']:.0f}",
+            "refused": str(found["count"] - found["statuses"]["201"]),
+            "load": f"{os.getloadavg()[0]:.1f}",
+        }
+    }  # fmt: skip
+    for what, ended, seconds in watch.disturbances:
+        began = ended - seconds
+        beside = [latency for due, latency, _ in found["answers"] if due < ended and due + latency > began]
+        profile[f"{run}, beside {what}"] = {
+            "took": f"{seconds:.2f} s", "longest request": f"{max(beside, default=0):.2f} s",
+        }  # fmt: skip
+    for stall in stalls:
+        profile[f"{run}, {stall.began - found['began']:.1f} s"] = watch.told(stall)
+    return profile
 
 
 def longest_stalls(answers: Sequence[tuple[float, float, str]]) -> list[Stall]:
@@ -120,6 +138,7 @@ class Watch:
         self.servers = servers
         self.samples: dict[str, list[Sample]] = {name: [] for name in (*self.processes, "the machine")}
         self.happened: list[Happened] = []
+        self.disturbances: list[Happened] = []
         self._folder = folder
         #: From the clock of the day to the monotonic one.
         self._offset = time.perf_counter() - time.time()
@@ -136,24 +155,35 @@ class Watch:
         """Asks a part again and again, until it is cancelled."""
         while True:
             began = time.perf_counter()
-            await question()
+            try:
+                await question()
+                says = "answers"
+            except Exception as error:
+                says = f"fails, {type(error).__name__}"
             ended = time.perf_counter()
-            self.happened.append(Happened(f"{what} answers", ended, ended - began))
+            self.happened.append(Happened(f"{what} {says}", ended, ended - began))
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def disturb(self, pause: float) -> None:
         """Begins a checkpoint after a pause, and a rewrite of the file of Redis after a second one."""
         await asyncio.sleep(pause)
-        async with await _connected(self.servers) as connection:
+        async with self._disturbing("a checkpoint"), await _connected(self.servers) as connection:
             await connection.execute("CHECKPOINT")
         await asyncio.sleep(pause)
-        async with redis.asyncio.Redis(port=self.servers.redis.port) as client:
-            began = time.perf_counter()
+        async with (
+            self._disturbing("a rewrite of the file of Redis"),
+            redis.asyncio.Redis(port=self.servers.redis.port) as client,
+        ):
             await client.bgrewriteaof()
             while (await client.info("persistence"))["aof_rewrite_in_progress"]:
                 await asyncio.sleep(PAUSE_SECONDS)
+
+    @asynccontextmanager
+    async def _disturbing(self, what: str) -> AsyncIterator[None]:
+        began = time.perf_counter()
+        yield
         ended = time.perf_counter()
-        self.happened.append(Happened("Redis rewrites its file", ended, ended - began))
+        self.disturbances.append(Happened(what, ended, ended - began))
 
     async def collect(self) -> None:
         """Adds what processes and servers have noted themselves."""
@@ -175,7 +205,7 @@ class Watch:
     def told(self, stall: Stall) -> dict[str, str]:
         """What happened in a stall. Of what is told more than once, the longest."""
         worst: dict[str, float] = {}
-        for what, ended, seconds in self.happened:
+        for what, ended, seconds in (*self.happened, *self.disturbances):
             if ended > stall.began and ended - seconds < stall.ended:
                 worst[what] = max(worst.get(what, 0.0), seconds)
         told = {"longest": f"{stall.ended - stall.began:.2f} s of {stall.count} slow requests"}
@@ -201,14 +231,15 @@ async def watching(open_shop: Shop, servers: LocalServices, folder: Path) -> Asy
         producer = AIOKafkaProducer(**brokers.at(open_shop.settings.kafka), acks="all")
         await producer.start()
         stack.push_async_callback(producer.stop)
-        reader, writer = await asyncio.open_connection("127.0.0.1", open_shop.gateway.port)
-        stack.callback(writer.close)
         topic = Topics(open_shop.settings.prefix).rejected
 
         async def health() -> None:
-            writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            head = await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(int(re.findall(rb"content-length: (\d+)", head)[0]))
+            reader, writer = await asyncio.open_connection("127.0.0.1", open_shop.gateway.port)
+            try:
+                writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+                await reader.read()
+            finally:
+                writer.close()
 
         questions: dict[str, Callable[[], Awaitable[Any]]] = {
             "gateway": health,
@@ -222,9 +253,8 @@ async def watching(open_shop: Shop, servers: LocalServices, folder: Path) -> Asy
         try:
             yield watch
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            # A client may swallow a cancellation.
+            await end(tasks, again_seconds=PAUSE_SECONDS)
         await watch.collect()
 
 
@@ -252,7 +282,11 @@ def _threads(pid: int) -> Iterator[Path]:
 
 
 def _machine() -> Sample:
-    """The seconds of both cores that were not idle, and those in which every task waited for the disk."""
-    user, nice, system, _, wait, *others = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    """The seconds of all cores that were not idle, and those in which some task waited for the disk: 0 where
+    the kernel does not count them.
+    """
+    user, nice, system, _, _, *others = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     busy = sum(map(int, (user, nice, system, *others[:3])))
-    return Sample(time.perf_counter(), busy / 100, int(wait) / 100)
+    pressure = Path("/proc/pressure/io")
+    waited = pressure.read_text().split("total=", 1)[1].split()[0] if pressure.exists() else "0"
+    return Sample(time.perf_counter(), busy / 100, int(waited) / 1e6)
