@@ -28,7 +28,6 @@ from grabstream.projections.database.locks import Held
 from grabstream.projections.versions import drop_all
 from grabstream.settings import BadSettings, Settings, child_environment
 from grabstream.streams.journal import open_reader
-from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics, create_topics
 from grabstream.workshop.rehearsal.run import open_books
@@ -36,13 +35,12 @@ from tests.conftest import until
 from tests.support.command_line import env_of
 from tests.support.losses import delete_topics
 from tests.support.projecting import (
-    SHARD,
     JournalWriter,
+    catching_up,
     granted,
     journal,  # noqa: F401 - a fixture
     opened,
     rows,
-    running,
     until_at_seq,
 )
 
@@ -305,9 +303,7 @@ async def test_init_accepts_a_schema_without_identity_only_if_its_cursors_are_in
     lines = [opened("e", 1), *(granted("e", seq) for seq in range(2, 40))]
     await journal.marker(1, "an-owner")
     await journal.block(lines, 1, 20, owner="an-owner")
-    async with running(system) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system):
         await until_at_seq(system, 20)
     await forget_the_system(system)
     with pytest.raises(IdentityNotRecorded, match="grabstream init"):

@@ -18,21 +18,7 @@ from grabstream.models.commands import Confirm, Grab, Open, Release
 from grabstream.models.offers import StockTerms
 from grabstream.models.outcomes import OutcomeUnknown
 from tests.conftest import until
-from tests.support.shards import SEALER, grabs, opening
-
-
-async def journal(client: Any, keys: KeySpace, number: int, seq: int) -> None:
-    """Announces, as a relay does, that Kafka has all events up to `seq`."""
-    shard = keys.shard(number)
-    term, owner, server_epoch = [
-        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
-    ]
-    await run_script(
-        client,
-        "trim",
-        [shard.state, shard.outbox],
-        [term, owner, server_epoch, seq, "aa", 1, shard.channel, term, owner, 0],
-    )
+from tests.support.shards import SEALER, announce, grabs, opening
 
 
 async def test_a_journaled_answer_waits_for_its_own_event_only(
@@ -47,14 +33,14 @@ async def test_a_journaled_answer_waits_for_its_own_event_only(
     assert refused[0].outcome == "no_such_offer"  # no event to wait for
     # The third wait is the gate's: it follows the events that it answered as decided.
     await until(lambda: len(gate.journaled._waiting.get(number, ())) == 3)
-    await journal(client, keys, number, 2)
+    await announce(client, keys.shard(number), 2)
     assert (await first)[0].seq == 2
     assert not second.done()
     # This answer depends on the event of the second grab.
     already_taken = asyncio.create_task(gate.decide([Grab(id="later", offer="e", user="u1")]))
     await until(lambda: len(gate.journaled._waiting.get(number, ())) == 3)
     assert not second.done()
-    await journal(client, keys, number, 3)
+    await announce(client, keys.shard(number), 3)
     assert (await second)[0].seq == 3
     assert (await already_taken)[0].outcome == "already_taken"
     # An answer whose event is journaled already does not wait.
@@ -70,11 +56,11 @@ async def test_a_list_waits_until_its_last_event_is_journaled(
     number = keys.shard_of_offer("e")
     deciding = asyncio.create_task(gate.decide([opening(), *grabs(3)]))
     await until(lambda: client.hexists(keys.shard(number).users("e"), grabs(3)[2].user))
-    await journal(client, keys, number, 3)
+    await announce(client, keys.shard(number), 3)
     await gate.journaled.refresh(number)
     await asyncio.sleep(0)
     assert not deciding.done()
-    await journal(client, keys, number, 4)
+    await announce(client, keys.shard(number), 4)
     assert [answer.seq for answer in await deciding] == [1, 2, 3, 4]
     await gate.close()
 
@@ -95,20 +81,10 @@ async def test_a_journaled_answer_waits_for_its_own_history(private_redis: Any) 
     term, server_epoch, *_ = await run_script(client, "raise_term", [shard.state], [0, "second"])
     seq = await client.hget(shard.state, "seq")
     await run_script(client, "reconcile", [shard.state], [term, "second", server_epoch, seq, 1])
-    await run_script(
-        client,
-        "trim",
-        [shard.state, shard.outbox],
-        [term, "second", server_epoch, 1, "aa", 1, shard.channel, 1, "x", 0],
-    )
+    await announce(client, shard, 1)
     await asyncio.wait({waiting}, timeout=0.5)
     assert not waiting.done()
-    await run_script(
-        client,
-        "trim",
-        [shard.state, shard.outbox],
-        [term, "second", server_epoch, seq, "aa", 2, shard.channel, 1, "x", 0],
-    )
+    await announce(client, shard, seq)
     [answer] = await waiting
     assert (answer.outcome, answer.repeated) == ("granted", True)
     await gate.close()
@@ -137,7 +113,7 @@ async def test_damaged_numbers_of_a_shard_end_no_wait_and_no_listener(private_re
     assert not listening.done()
     assert 0 in gate.journaled._polling
     await client.hset(shard.state, "history", sound)
-    await journal(client, keys, 0, 2)
+    await announce(client, keys.shard(0), 2)
     assert [answer.outcome for answer in await waiting] == ["granted"]
     await gate.close()
 
@@ -147,7 +123,7 @@ async def test_a_seq_journaled_in_one_history_ends_no_wait_of_another(private_re
     client, keys = private_redis
     gate = Gate(client, keys, SEALER)
     await gate.decide([opening("j")], "decided")
-    await journal(client, keys, 0, 1)
+    await announce(client, keys.shard(0), 1)
     history = int(await client.hget(keys.shard(0).state, "history"))
     journaled = Journaled(client, keys)
     journaled.start()
@@ -319,7 +295,7 @@ async def test_answers_beyond_the_bound_are_counted_as_not_followed(
         await gate.decide(grabs(2), "decided")
     assert (gate._decided.kept, gate.measures.lost_answers["not_followed"]) == (3, 4)
     assert sum("would not be noticed" in record.getMessage() for record in caplog.records) == 1
-    await journal(client, keys, 0, 3)
+    await announce(client, keys.shard(0), 3)
     await until(lambda: gate._decided.kept == 0)
     await gate.close()
 

@@ -2,7 +2,6 @@
 one of an older release, and after a switch.
 """
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from grabstream.projections.database.migrate import migrate, use_schema
 from grabstream.projections.definitions.dictionary import VIEWS, integer_of
 from grabstream.settings import Settings, load_settings
 from tests.conftest import as_role
-from tests.support.systems import make_tables
 
 _COLUMNS = (
     "SELECT c.relname, a.attname, replace(format_type(a.atttypid, NULL), 'timestamp with time zone', "
@@ -22,14 +20,6 @@ _COLUMNS = (
     "obj_description(c.oid, 'pg_class') FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid "
     "WHERE c.relnamespace = %s::regnamespace AND c.relkind = 'v' AND a.attnum > 0 ORDER BY 1, a.attnum"
 )
-
-
-@pytest.fixture
-async def connection(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as opened:
-        await make_tables(opened, settings)
-        yield opened
-        await versions.drop_all(opened, settings.schema_)
 
 
 async def described(connection: AsyncConnection[Any], schema: str) -> dict[str, list[tuple[Any, ...]]]:

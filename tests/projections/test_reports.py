@@ -3,7 +3,7 @@ with runs.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from statistics import fmean
@@ -38,18 +38,9 @@ from grabstream.settings import Settings
 from tests.projections.test_columns import facts, in_groups
 from tests.support.random_history import random_history
 from tests.support.runs import as_lines, as_runs
-from tests.support.systems import make_tables
 
 #: Refusals of an offer: outcome → count. Those of `extend` and `confirm` are counted, too.
 REFUSALS = {"sold_out": 7, "limit_reached": 3, "not_held": 2}
-
-
-@pytest.fixture
-async def connection(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as opened:
-        await make_tables(opened, settings)
-        yield opened
-        await versions.drop_all(opened, settings.schema_)
 
 
 async def fill(connection: AsyncConnection[Any], schema: str, lines: Sequence[bytes]) -> None:

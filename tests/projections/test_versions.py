@@ -4,7 +4,6 @@ dropped.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from grabstream.projections.database.migrate import (
 )
 from grabstream.projections.definitions import PROJECTIONS, BadDefinition, definition_of, parse
 from grabstream.settings import Settings
-from tests.support.systems import make_tables
 
 FORM = {
     "columns": "SELECT c.relname, c.relkind, a.attnum - (SELECT count(*) FROM pg_attribute WHERE attrelid = "
@@ -39,14 +37,6 @@ FORM = {
     "indexes": "SELECT tablename, indexname, indexdef FROM pg_indexes WHERE schemaname = %s ORDER BY 1, 2",
     "views": "SELECT viewname, definition FROM pg_views WHERE schemaname = %s ORDER BY 1",
 }  # fmt: skip
-
-
-@pytest.fixture
-async def connection(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as opened:
-        await make_tables(opened, settings)
-        yield opened
-        await versions.drop_all(opened, settings.schema_)
 
 
 async def form(connection: AsyncConnection[Any], schema: str) -> dict[str, list[Any]]:

@@ -2,7 +2,7 @@
 
 import logging
 import zoneinfo
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from grabstream.projections.database.system import Identity, write_identity
 from grabstream.projections.read_models import READ_MODELS
 from grabstream.settings import Settings
 from tests.projections.test_columns import facts
-from tests.support.systems import make_tables
 
 #: The two are the same at all times; PostgreSQL does not know one of them.
 KNOWN, UNKNOWN = "Asia/Shanghai", "Asia/Lacking"
@@ -30,32 +29,29 @@ NOW_MS = "(extract(epoch FROM now()) * 1000)::bigint"
 
 
 @pytest.fixture
-async def connection(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
+async def connection(connection: AsyncConnection[Any], settings: Settings) -> AsyncConnection[Any]:
     """A session in the tables of a system with two offers, one in each zone, each with a grab of now."""
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as opened:
-        await make_tables(opened, settings)
-        identity = Identity(settings.prefix, "a journal", settings.shards)
-        await write_identity(opened, settings.schema_, identity)
-        live = await versions.in_state(opened, settings.schema_, "balances", "live")
-        assert live is not None
-        await use_schema(opened, live.schema)
-        for offer, zone in (("known", KNOWN), ("unknown", UNKNOWN)):
-            terms = f'{{"timezone": "{zone}", "limits": [{{"by": "user", "per": "day", "max": 3}}]}}'
-            await opened.execute(
-                "INSERT INTO offers_1 (offer, shard, kind, issuer, asset, total, units, title, state, "
-                "opened_at, opens_at, closes_at, units_left, terms, opened_seq) VALUES (%s, 0, 'stock', 'i', "
-                f"'sku:o', 9, 9, '', 'open', {NOW_MS}, {NOW_MS}, 4102444800000, 9, %s, 1)".encode(),
-                (offer, terms),
-            )
-            await opened.execute(
-                "INSERT INTO grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, "
-                "seq, at, held) VALUES (%s, 'g', 'ann', 'granted', 2, 2, 'sku:o', 1, 0, 2, "
-                f"{NOW_MS}, 0)".encode(),
-                (offer,),
-            )
-        await use_schema(opened, settings.schema_)
-        yield opened
-        await versions.drop_all(opened, settings.schema_)
+    identity = Identity(settings.prefix, "a journal", settings.shards)
+    await write_identity(connection, settings.schema_, identity)
+    live = await versions.in_state(connection, settings.schema_, "balances", "live")
+    assert live is not None
+    await use_schema(connection, live.schema)
+    for offer, zone in (("known", KNOWN), ("unknown", UNKNOWN)):
+        terms = f'{{"timezone": "{zone}", "limits": [{{"by": "user", "per": "day", "max": 3}}]}}'
+        await connection.execute(
+            "INSERT INTO offers_1 (offer, shard, kind, issuer, asset, total, units, title, state, "
+            "opened_at, opens_at, closes_at, units_left, terms, opened_seq) VALUES (%s, 0, 'stock', 'i', "
+            f"'sku:o', 9, 9, '', 'open', {NOW_MS}, {NOW_MS}, 4102444800000, 9, %s, 1)".encode(),
+            (offer, terms),
+        )
+        await connection.execute(
+            "INSERT INTO grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, "
+            "seq, at, held) VALUES (%s, 'g', 'ann', 'granted', 2, 2, 'sku:o', 1, 0, 2, "
+            f"{NOW_MS}, 0)".encode(),
+            (offer,),
+        )
+    await use_schema(connection, settings.schema_)
+    return connection
 
 
 async def fetched(connection: AsyncConnection[Any], query: str) -> list[tuple[Any, ...]]:

@@ -157,6 +157,14 @@ def test_trouble_is_logged_only_when_it_changes(caplog: pytest.LogCaptureFixture
     ]  # fmt: skip
 
 
+def watched_outages(monkeypatch: pytest.MonkeyPatch) -> clients.Outages:
+    """The outages of a process that watches its servers, and of no other."""
+    outages = clients.Outages()
+    outages.is_watched = True
+    monkeypatch.setattr(clients, "OUTAGES", outages)
+    return outages
+
+
 def test_trouble_that_comes_back_soon_is_logged_now_and_then(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,9 +172,7 @@ def test_trouble_that_comes_back_soon_is_logged_now_and_then(
     would then look like one that an outage may explain, and none would ever be logged.
     """
     now = 1_000.0
-    outages = clients.Outages()
-    outages.is_watched = True
-    monkeypatch.setattr(clients, "OUTAGES", outages)
+    watched_outages(monkeypatch)
     monkeypatch.setattr(clients.time, "monotonic", lambda: now)
     trouble = clients.Trouble(logging.getLogger("test"), "shard 3")
     for _ in range(100):
@@ -241,9 +247,7 @@ def test_trouble_that_an_outage_explained_has_ended_with_it(
 ) -> None:
     """The watch logs each outage, however soon the next one comes."""
     now = 1_000.0
-    outages = clients.Outages()
-    outages.is_watched = True
-    monkeypatch.setattr(clients, "OUTAGES", outages)
+    outages = watched_outages(monkeypatch)
     monkeypatch.setattr(clients.time, "monotonic", lambda: now)
     trouble = clients.Trouble(logging.getLogger("test"), "shard 3")
     for _ in range(3):
@@ -264,9 +268,7 @@ def test_an_outage_soon_after_other_trouble_is_an_outage(
     notices an outage only after seconds.
     """
     time = VirtualTime(monkeypatch)
-    outages = clients.Outages()
-    outages.is_watched = True
-    monkeypatch.setattr(clients, "OUTAGES", outages)
+    outages = watched_outages(monkeypatch)
     trouble = clients.Trouble(logging.getLogger("test"), "lease of shard 3")
     trouble.say("TimeoutError")
     trouble.over()

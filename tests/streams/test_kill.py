@@ -14,16 +14,18 @@ from grabstream.workshop.services import LocalServices
 from tests.streams.traffic import traffic
 from tests.support.leases import until_relayed_by
 
+DECIDES, PROJECTS = "decide,relay,sweep", "project,publish"
+
 #: A lease of three seconds ends, and a takeover follows: less than four seconds on a quiet machine. A busy
 #: one has to pass, too (`make bench`, row `takeover`, measures); waiting for anything else has not.
 
 
 @pytest.mark.every_change("one crash of a worker")
 async def test_another_worker_takes_over_after_kill_9(system: Settings, worker: Callable[..., Any]) -> None:
-    first = worker(system, "decide,relay,sweep")
-    worker(system, "project,publish")
+    first = worker(system, DECIDES)
+    worker(system, PROJECTS)
     await until_relayed_by(system, first)
-    second = worker(system, "decide,relay,sweep")
+    second = worker(system, DECIDES)
     async with traffic(system) as crowd:
         await crowd.begin()
         await crowd.until_answered(0.3)
@@ -35,28 +37,22 @@ async def test_another_worker_takes_over_after_kill_9(system: Settings, worker: 
 
 # `make drill` kills workers at every step, and every server.
 @pytest.mark.long
-async def test_no_event_is_lost_when_a_relay_is_killed_between_acknowledgement_and_trim(
-    system: Settings, worker: Callable[..., Any]
+@pytest.mark.parametrize(
+    ("doomed", "other", "step"),
+    [
+        pytest.param(DECIDES, PROJECTS, "relay.acknowledged:20", id="a relay, before it trims"),
+        pytest.param(PROJECTS, DECIDES, "ledger.committed:2", id="a projection, after its commit"),
+    ],
+)
+async def test_no_event_is_lost_when_a_worker_is_killed(
+    system: Settings, worker: Callable[..., Any], doomed: str, other: str, step: str
 ) -> None:
-    doomed = worker(system, "decide,relay,sweep", fail_at="relay.acknowledged:20")
-    worker(system, "project,publish")
+    worker(system, other)
+    killed = worker(system, doomed, fail_at=step)
     async with traffic(system) as crowd:
         await crowd.begin()
-        assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
-        worker(system, "decide,relay,sweep")
-        await crowd.adds_up()
-
-
-@pytest.mark.long
-async def test_no_event_is_lost_when_a_projection_is_killed_after_its_commit(
-    system: Settings, worker: Callable[..., Any]
-) -> None:
-    worker(system, "decide,relay,sweep")
-    doomed = worker(system, "project,publish", fail_at="ledger.committed:2")
-    async with traffic(system) as crowd:
-        await crowd.begin()
-        assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
-        worker(system, "project,publish")
+        assert await asyncio.to_thread(killed.process.wait, 60) == -signal.SIGKILL
+        worker(system, doomed)
         await crowd.adds_up()
 
 
@@ -67,8 +63,8 @@ async def test_a_relay_that_continues_after_its_replacement_changes_nothing(
     """A relay gets SIGSTOP, is replaced, and gets SIGCONT, under traffic: its late blocks do not count, and
     its late trims are refused.
     """
-    first = worker(system, "decide,relay,sweep")
-    worker(system, "project,publish")
+    first = worker(system, DECIDES)
+    worker(system, PROJECTS)
     await until_relayed_by(system, first)
     second = worker(system, "relay,sweep,decide")
     async with traffic(system) as crowd:

@@ -15,7 +15,7 @@ from grabstream.models.journal import GENESIS, block_headers, chain, marker_head
 from grabstream.settings import Settings
 from grabstream.streams.journal import JournalRecord
 from grabstream.streams.projecting.agents import make_projectors
-from grabstream.streams.projecting.projector import Projector
+from grabstream.streams.projecting.projector import CatchUp, Projector
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
@@ -102,6 +102,15 @@ async def running(settings: Settings, *names: str) -> AsyncIterator[list[Project
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def catching_up(settings: Settings, *names: str) -> AsyncIterator[list[Projector]]:
+    """Runs projectors that read the journal of SHARD as far as it goes."""
+    async with running(settings, *names) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        yield projectors
 
 
 async def until_at_seq(settings: Settings, seq: int, *names: str, shard: int = SHARD) -> None:

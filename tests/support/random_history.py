@@ -17,9 +17,8 @@ from grabstream.models.events import encode_event
 from grabstream.models.rules import ShardState, decide, sweep
 from grabstream.models.runs import decode_line
 from grabstream.settings import Settings
-from grabstream.streams.projecting.projector import CatchUp
 from tests.lua.histories.shop import Shop
-from tests.support.projecting import SHARD, JournalWriter, running, until_at_seq
+from tests.support.projecting import SHARD, JournalWriter, catching_up, until_at_seq
 from tests.support.runs import as_lines
 
 NOW = 1_800_000_000_000
@@ -74,9 +73,7 @@ async def project(
     applied it. `lines` are those of the journal, if not each grab has its own line.
     """
     await journal_history(settings, as_lines(history.lines) if lines is None else lines, cut)
-    async with running(settings) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(settings):
         await until_at_seq(settings, len(history.lines))
 
 

@@ -17,7 +17,7 @@ from grabstream.connections.opening import cancellable
 from grabstream.crypto.sealing import Sealer
 from grabstream.gate.calls import GateLimits
 from grabstream.gate.gate import Gate
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.library import library, load
 from grabstream.lua.running import run_script
 from grabstream.lua.server import let_callers_set_time, raise_term
@@ -56,6 +56,13 @@ async def take_over(client: Any, keys: KeySpace) -> None:
             await let_callers_set_time(client, state)
         (term, server_epoch, *_), _ = await raise_term(client, state, 0, "test")
         await run_script(client, "reconcile", [state], [term, "test", server_epoch, "0", keys.shards])
+
+
+async def announce(client: Any, shard: ShardKeys, seq: int) -> None:
+    """Announces, as a relay does, that Kafka has all events of a shard up to `seq`."""
+    term, owner, server_epoch = await client.hmget(shard.state, ["term", "owner", "server_epoch"])
+    values = [term, owner, server_epoch, seq, "aa", 1, shard.channel, term, owner, 0]
+    await run_script(client, "trim", [shard.state, shard.outbox], values)
 
 
 @pytest.fixture

@@ -573,15 +573,6 @@ async def test_a_refused_write_of_the_outbox_changes_nothing(scene: Scene) -> No
     await scene.open(coupon(10, by_user("offer", 3), by_user("day", 3), hold_ms=HOUR, max_per_grab=3))
     held, taken = await scene.grab("ann", 2), await scene.grab("bob", 2)
     await scene.do(Confirm, grab=taken.grab, payment="p1")
-    outbox = scene.keys.shard(scene.keys.shard_of_offer("o")).outbox
-    aside = f"{outbox}:aside"
-    await scene.client.rename(outbox, aside)
-    await scene.client.set(outbox, "not a stream")
-
-    async def everything() -> dict[str, bytes]:
-        return {name: await scene.client.dump(name) for name in await scene.names()}
-
-    before = await everything()
     commands: list[AnyCommand] = [
         Grab(id="w1", offer="o", user="eve"), Grab(id="w2", offer="o", user="ann"),
         Confirm(id="w3", offer="o", grab=held.grab or ""),
@@ -590,11 +581,12 @@ async def test_a_refused_write_of_the_outbox_changes_nothing(scene: Scene) -> No
         Return(id="w6", offer="o", grab=taken.grab or ""),
         Amend(id="w7", offer="o", changes=Changes(limits=(by_user("offer", 9),))),
     ]  # fmt: skip
-    for command in commands:
-        [answer] = await scene.gate.decide([command], "decided")
-        assert (answer.outcome, "WRONGTYPE" in (answer.message or "")) == ("busy", True), answer
-        assert await everything() == before, command
-    await scene.client.rename(aside, outbox)
+    async with scene.refusing_writes():
+        before = await scene.everything()
+        for command in commands:
+            [answer] = await scene.gate.decide([command], "decided")
+            assert (answer.outcome, "WRONGTYPE" in (answer.message or "")) == ("busy", True), answer
+            assert await scene.everything() == before, command
     # With a writable outbox the same commands are decided.
     outcomes = [answer.outcome for answer in await scene.decide_both(commands)]
     assert outcomes == ["held", "held", "confirmed", "not_held", "redeemed", "returned", "amended"]

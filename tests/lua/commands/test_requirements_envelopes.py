@@ -454,23 +454,14 @@ async def test_a_refused_write_takes_no_part_and_an_expired_hold_is_released(
 ) -> None:
     await scene.open(envelope(1_000, 3, draw=draw))
     await scene.grab("ann")
-    outbox = scene.keys.shard(scene.keys.shard_of_offer("o")).outbox
-    # The first write, of the outbox, is the only write that Redis can refuse.
-    aside = f"{outbox}:aside"
-    await scene.client.rename(outbox, aside)
-    await scene.client.set(outbox, "not a stream")
-
-    async def everything() -> dict[str, bytes]:
-        return {name: await scene.client.dump(name) for name in await scene.names()}
-
-    before = await everything()
     drain: list[AnyCommand] = crowd(3)  # the last part with its close, and a grab that is too late
-    refused = await scene.gate.decide(drain, "decided")
-    assert [(answer.outcome, "WRONGTYPE" in (answer.message or "")) for answer in refused] == [
-        ("busy", True)
-    ] * 3
-    assert await everything() == before
-    await scene.client.rename(aside, outbox)
+    async with scene.refusing_writes():
+        before = await scene.everything()
+        refused = await scene.gate.decide(drain, "decided")
+        assert [(answer.outcome, "WRONGTYPE" in (answer.message or "")) for answer in refused] == [
+            ("busy", True)
+        ] * 3
+        assert await scene.everything() == before
     answers = await scene.decide_both(drain)
     assert [(answer.outcome, answer.place, answer.repeated) for answer in answers] == [
         ("granted", 2, False), ("granted", 3, False), ("sold_out", None, False),

@@ -3,6 +3,8 @@ give the same answers.
 """
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
 
@@ -94,6 +96,20 @@ class Scene(Twins):
         return [
             event for event in events if all(getattr(event, name) == value for name, value in fields.items())
         ]
+
+    async def everything(self) -> dict[str, bytes]:
+        """The values of all keys of this scene, as DUMP returns them."""
+        return {name: await self.client.dump(name) for name in await self.names()}
+
+    @asynccontextmanager
+    async def refusing_writes(self) -> AsyncIterator[None]:
+        """Redis refuses the first write of each call, of the outbox, which is the only one it can refuse."""
+        outbox = self.keys.shard(self.keys.shard_of_offer("o")).outbox
+        aside = f"{outbox}:aside"
+        await self.client.rename(outbox, aside)
+        await self.client.set(outbox, "not a stream")
+        yield
+        await self.client.rename(aside, outbox)
 
     async def names(self) -> list[str]:
         """The names of all keys of this scene."""

@@ -25,7 +25,7 @@ from grabstream.streams.relaying import restoring
 from grabstream.streams.relaying.leases import request_lease
 from grabstream.streams.relaying.ownership import Outbox, OwnedShard, Ownership
 from grabstream.streams.relaying.shares import Worker
-from tests.support.shards import SEALER, event_lines, grabs, opening, take_over
+from tests.support.shards import SEALER, announce, event_lines, grabs, opening, take_over
 
 HEADER = "#!lua\n-- Purpose. Command: x\n-- KEYS[1] a\n-- Returns 1\n"
 
@@ -233,15 +233,7 @@ async def test_a_full_outbox_is_busy_until_it_is_trimmed(make_gate: Any, client:
     assert await everything(client, keys) == before
     # After trimming, grabs and the close of the offer work again.
     shard = keys.shard(keys.shard_of_offer("e"))
-    term, owner, server_epoch = [
-        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
-    ]
-    await run_script(
-        client,
-        "trim",
-        [shard.state, shard.outbox],
-        [term, owner, server_epoch, 3, "aa", 1, shard.channel, 1, "x", 0],
-    )
+    await announce(client, shard, 3)
     # Trimmed within an entry: the entry with the first unacknowledged event stays whole.
     assert len(await event_lines(client, keys, shard.shard)) == 4
     assert [
@@ -387,15 +379,7 @@ async def test_full_memory_is_busy_until_there_is_room(private_redis: Any) -> No
         == len(await event_lines(client, keys, 0)) - 1
     )
     # The owner's scripts still run; otherwise the outbox could never shrink.
-    term, owner, server_epoch = [
-        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
-    ]
-    await run_script(
-        client,
-        "trim",
-        [shard.state, shard.outbox],
-        [term, owner, server_epoch, granted, "aa", 1, shard.channel, 1, "x", 0],
-    )
+    await announce(client, shard, granted)
     assert (await gate.decide(grabs(200, "m", start), "decided"))[0].outcome == "granted"
     await client.config_set("maxmemory", "1")
     assert (await gate.decide([Close(id="c", offer="m")], "decided"))[0].outcome == "closed"

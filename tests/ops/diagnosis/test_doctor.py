@@ -45,7 +45,6 @@ from grabstream.projections.checking import verified
 from grabstream.projections.database.sessions import connect
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.clients import started
-from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, delete_command, retention_ms
 from grabstream.workshop.services import free_ports
 from grabstream.workshop.services.servers import Redis
@@ -56,13 +55,13 @@ from tests.support.losses import OFFERS, delete_topics, empty_journal, take_part
 from tests.support.projecting import (
     SHARD,
     JournalWriter,
+    catching_up,
     granted,
     journal,  # noqa: F401 - a fixture
     live_schemas,
     open_tables,
     opened,
     rows,
-    running,
     until_at_seq,
 )
 from tests.support.stopped_shards import (
@@ -243,8 +242,7 @@ async def test_a_stopped_read_model_and_a_record_set_aside_are_reported(
     await journal.marker(1, "a")
     for seq in range(1, 4):
         await journal.block(lines, seq, seq)
-    async with running(system, "ledger") as [ledger]:
-        await ledger.put(CatchUp(SHARD))
+    async with catching_up(system, "ledger"):
         await until_stopped(system, "ledger")
         stopped = only(await examine(system), "read models have not stopped")
         assert f"ledger has stopped at shard {SHARD}, after seq 1" in stopped.what
@@ -302,9 +300,7 @@ async def test_a_finding_of_the_verifier_is_reported(system: Settings, journal: 
     lines = [opened("e", 1), granted("e", 2)]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 2)
-    async with running(system) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system):
 
         async def no_worker_verifies() -> list[Finding]:
             return findings_of(await examine(system), "a verifier is running")
@@ -438,9 +434,7 @@ async def test_a_cursor_that_is_not_where_its_rows_are_is_reported_and_retried(
     lines = [opened("e", 1), *(granted("e", seq) for seq in range(2, 41))]
     await journal.marker(1, "an-owner")
     await journal.block(lines, 1, 20, owner="an-owner")
-    async with running(system) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system):
         await until_at_seq(system, 20)
     check = "cursors match their rows"
     assert not findings_of(await examine(system), check)
@@ -472,9 +466,7 @@ async def test_a_cursor_that_is_not_where_its_rows_are_is_reported_and_retried(
     for name in moved_cursors:
         done = grabstream("retry", name, "3", "--wait", "0", **env_of(system))
         assert done.returncode == 0, (name, done.stdout, done.stderr)
-    async with running(system) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system):
         await until_at_seq(system, 40)
     assert not findings_of(await examine(system), check)
     done = grabstream("retry", "ledger", "3", "--wait", "0", **env_of(system))

@@ -17,18 +17,17 @@ from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
 from grabstream.ops.commands.read.why import as_json_of, gather
 from grabstream.ops.diagnosis.story import _details, tell
 from grabstream.settings import Settings
-from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import (
     SHARD,
     JournalWriter,
+    catching_up,
     granted,
     journal,  # noqa: F401 - a fixture
     open_tables,
     opened,
     rows,
-    running,
     until_at_seq,
 )
 from tests.support.stopped_shards import until_stopped
@@ -232,15 +231,12 @@ async def test_why_says_why_the_ledger_lacks_an_event(system: Settings, journal:
     await journal.marker(1, "a")
     for seq in range(1, 5):
         await journal.block(lines, seq, seq)
-    async with running(system, "audit", "balances") as others:
-        for projector in others:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system, "audit", "balances"):
         await until_at_seq(system, 4, "audit", "balances")
     assert (await reason()).endswith(
         "seq 3, grab.granted, is not booked: the ledger has not applied this event yet"
     )
-    async with running(system, "ledger") as [ledger]:
-        await ledger.put(CatchUp(SHARD))
+    async with catching_up(system, "ledger"):
         await until_stopped(system, "ledger")
         assert "is not booked: the ledger has stopped at shard" in await reason()
         done = await asyncio.to_thread(

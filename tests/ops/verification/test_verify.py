@@ -54,6 +54,7 @@ from tests.support.projecting import (
     LINES,
     SHARD,
     JournalWriter,
+    catching_up,
     granted,
     journal,  # noqa: F401 - a fixture
     live_schemas,
@@ -1058,9 +1059,7 @@ async def test_a_lagging_read_model_is_reported(
     """The test writes the journal itself, and sets Redis to a later seq than that of balances."""
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 20)
-    async with running(system, "ledger", "audit") as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system, "ledger", "audit"):
         await until_at_seq(system, 20, "ledger", "audit")
     await redis_client.hset(key_space(system).shard(SHARD).state, "seq", 20)
     problems = problems_of(await verify(system, 0))
@@ -1102,9 +1101,7 @@ async def test_different_sums_in_ledger_and_balances_are_reported(
     lines = [opened("e", 1, total=100), granted("e", 2), returned]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 3)
-    async with running(system) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system):
         await until_at_seq(system, 3)
     problems = problems_of(await verify(system, 0))
     differences = problems.pop("ledger and balances agree")

@@ -10,18 +10,17 @@ import pytest
 from grabstream.models.upcasting import NEWER
 from grabstream.projections import cursors
 from grabstream.settings import Settings
-from grabstream.streams.projecting.projector import CatchUp
 from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.streams.projecting.sums import adjusted
 from tests.support.projecting import (
     SHARD,
     JournalWriter,
+    catching_up,
     granted,
     journal,  # noqa: F401 - a fixture
     opened,
     rows,
-    running,
     until_at_seq,
 )
 
@@ -70,8 +69,7 @@ async def booked(system: Settings, journal: JournalWriter) -> Settings:
     lines = [line for line, _ in EVENTS]
     await journal.marker(1, "a")
     await journal.block(lines, 1, len(lines))
-    async with running(system, "audit") as [audit]:
-        await audit.put(CatchUp(SHARD))
+    async with catching_up(system, "audit"):
         await until_at_seq(system, len(lines), "audit")
     return system
 
@@ -94,8 +92,7 @@ async def test_a_title_cannot_make_a_stop_look_like_one_of_a_newer_release(
     await journal.block(lines, 2, 2)
     seen = []
     for _ in range(2):
-        async with running(system, "balances") as [balances]:
-            await balances.put(CatchUp(SHARD))
+        async with catching_up(system, "balances") as [balances]:
             await until(lambda balances=balances: balances._stopped == {SHARD}, 30, "the stop")
         async with await open_books(system) as books:
             seen += await cursors.stops(books)

@@ -48,11 +48,11 @@ from tests.support.projecting import (
     LINES,
     SHARD,
     JournalWriter,
+    catching_up,
     granted,
     journal,  # noqa: F401 - a fixture
     opened,
     rows,
-    running,
 )
 from tests.support.runs import as_singles
 
@@ -65,7 +65,7 @@ class Events:
     def __init__(self, system: Settings, producer: AIOKafkaProducer, reader: JournalReader) -> None:
         self.topic, self.source = Topics(system.prefix).events, event_source(system.prefix)
         self.journal, self.reader = reader, reader.for_topic(self.topic)
-        self._kafka, self._producer = system.kafka, producer
+        self._system, self._producer = system, producer
 
     async def write(self, value: bytes, source: str = "", event_id: str = "") -> None:
         """Writes a record with a cursor; as the publisher does, unless source or id are given."""
@@ -79,14 +79,23 @@ class Events:
     async def write_transaction(self) -> None:
         """Another program's transaction: its end is an offset without a record."""
         name = secrets.token_hex(4)
-        other = AIOKafkaProducer(bootstrap_servers=self._kafka, transactional_id=name)
+        other = AIOKafkaProducer(bootstrap_servers=self._system.kafka, transactional_id=name)
         async with started(other), other.transaction():
             await other.send_and_wait(self.topic, b"of another program", partition=SHARD)
 
     async def delete(self, before_offset: int) -> None:
         """Deletes the first records, as retention does."""
-        async with started(AIOKafkaAdminClient(bootstrap_servers=self._kafka)) as client:
+        async with started(AIOKafkaAdminClient(bootstrap_servers=self._system.kafka)) as client:
             await client.delete_records({TopicPartition(self.topic, SHARD): RecordsToDelete(before_offset)})
+
+    async def publish(self, end: int) -> None:
+        """Runs a publisher until the topic has `end` offsets."""
+        async with catching_up(self._system, "events"):
+
+            async def is_published() -> bool:
+                return await self.reader.end(SHARD) >= end
+
+            await until(is_published, 60, f"{end} records")
 
     async def newest(self) -> Cursor:
         """The cursor from which the publisher resumes."""
@@ -281,22 +290,12 @@ async def test_a_publisher_starts_after_foreign_and_deleted_records(
 ) -> None:
     """One record of the worst kind after what was published, and the first events deleted."""
     await _ten(journal)
-
-    async def publish(end: int) -> None:
-        async with running(system, "events") as [projector]:
-            await projector.put(CatchUp(SHARD))
-
-            async def is_published() -> bool:
-                return await events.reader.end(SHARD) >= end
-
-            await until(is_published, 20, f"{end} records")
-
-    await publish(10)
+    await events.publish(10)
     await events.write(b"5,%b,1,1,a" % (b"11" * 32))
     await events.write_transaction()
     await events.delete(5)
     await journal.block(LINES, 11, 20)
-    await publish(13 + 10)
+    await events.publish(13 + 10)
     assert await events.reader.end(SHARD) == 13 + 10, "events were published again"
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
 
@@ -309,13 +308,7 @@ async def test_records_name_the_schema_of_their_values(
     """Also after records of release 0.1, which have no such header."""
     await events.write(encode_cursor(await _ten(journal)))
     await journal.block(LINES, 11, 20)
-    async with running(system, "events") as [projector]:
-        await projector.put(CatchUp(SHARD))
-
-        async def is_published() -> bool:
-            return await events.reader.end(SHARD) >= 11
-
-        await until(is_published, 20, "ten events more")
+    await events.publish(11)
     read = [record async for records in events.reader.read(SHARD, 0, 11) for record in records]
     assert [record.value for record in read[1:]] == EVENTS[10:20], "only what was not published yet"
     assert "ce_dataschema" not in dict(read[0].headers)
@@ -354,21 +347,11 @@ async def test_markers_after_the_last_event_do_not_hide_that_it_is_published(
     """
     monkeypatch.setattr(journal_module, "CONFIRM_RECORDS_MAX", 16)
     await _ten(journal)
-
-    async def publish(end: int) -> None:
-        async with running(system, "events") as [projector]:
-            await projector.put(CatchUp(SHARD))
-
-            async def is_published() -> bool:
-                return await events.reader.end(SHARD) >= end
-
-            await until(is_published, 20, f"{end} records")
-
-    await publish(10)
+    await events.publish(10)
     await journal.block(LINES, 11, 20)
     for number in range(40):
         await journal.marker(1, f"old-{number}")
-    await publish(20)
+    await events.publish(20)
     assert (await events.newest()).seq == 20
     ends = {SHARD: await events.journal.end(SHARD)}
     published = PublishedOffsets(events.journal, events.reader, events.source)
@@ -388,13 +371,7 @@ async def test_events_of_a_clock_that_was_ahead_are_published(
     lines = [opened("e", 1), granted("e", 2).replace(b'"at":2,', b'"at":%d,' % ahead_ms)]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 2)
-    async with running(system, "events") as [projector]:
-        await projector.put(CatchUp(SHARD))
-
-        async def is_published() -> bool:
-            return await events.reader.end(SHARD) >= 2
-
-        await until(is_published, 60, "both events")
+    await events.publish(2)
     [before, ahead] = await read_all(system, events.topic)
     assert json.loads(ahead.value)["at"] == ahead_ms
     assert before.timestamp == json.loads(before.value)["at"]
@@ -431,8 +408,7 @@ async def test_a_shard_whose_records_are_refused_holds_no_other(
     await journal.block(ahead, 1, 3)
     await other.marker(1, "a")
     await other.block(of_other, 1, 10)
-    async with running(system, "events") as [projector], await open_books(system) as connection:
-        await projector.put(CatchUp(SHARD))
+    async with catching_up(system, "events") as [projector], await open_books(system) as connection:
         await projector.put(CatchUp(OTHER))
 
         async def has(shard: int, seq: int) -> bool:

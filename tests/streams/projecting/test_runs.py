@@ -15,12 +15,11 @@ from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import GrantedRun, HeldRun, decode_line, singles
 from grabstream.settings import Settings
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import make_system, until
 from tests.support.command_line import env_of, grabstream
-from tests.support.projecting import SHARD, rows, running
+from tests.support.projecting import SHARD, catching_up, rows
 from tests.support.random_history import NOW, History, journal_history, project, random_history
 from tests.support.runs import as_runs
 
@@ -90,14 +89,9 @@ async def _same_tables(both: Both) -> None:
 async def test_events_of_runs_are_published_and_read_as_single_events(both: Both) -> None:
     await journal_history(both.runs, both.lines, random.Random(3))
     topic = Topics(both.runs.prefix).events
-    async with running(both.runs, "events", "audit") as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
-        async with open_reader(both.runs.kafka, topic) as reader:
-            await until(lambda: _has_all(reader, len(both.history.lines)), 60, "all events")
-            records = [
-                record async for read in reader.read(SHARD, 0, await reader.end(SHARD)) for record in read
-            ]
+    async with catching_up(both.runs, "events", "audit"), open_reader(both.runs.kafka, topic) as reader:
+        await until(lambda: _has_all(reader, len(both.history.lines)), 60, "all events")
+        records = [record async for read in reader.read(SHARD, 0, await reader.end(SHARD)) for record in read]
     assert [record.value for record in records] == both.history.lines
     assert [dict(record.headers)["ce_id"] for record in records] == [
         b"%d-%d" % (SHARD, seq) for seq in range(1, len(records) + 1)

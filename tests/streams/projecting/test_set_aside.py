@@ -23,6 +23,7 @@ from tests.support.projecting import (
     LINES,
     SHARD,
     JournalWriter,
+    catching_up,
     granted,
     journal,  # noqa: F401 - a fixture
     open_tables,
@@ -94,9 +95,7 @@ async def test_a_corrupt_record_is_set_aside_once_a_later_block_exists(
     await journal.block(LINES, 1, 5)
     await journal.block(LINES, 6, 9, head=b"00" * 32)
     names = ("ledger", "balances", "audit", "events")
-    async with running(system, *names) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system, *names):
         for name in names:
             await until_stopped(system, name)
         code, said = await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
@@ -142,8 +141,7 @@ async def test_setting_aside_a_corrupt_repeat_loses_no_event(
     await journal.block(LINES, 1, 5)
     await journal.block(LINES, 1, 5, head=b"00" * 32)
     await journal.block(LINES, 6, 30)
-    async with running(system, "ledger") as [ledger]:
-        await ledger.put(CatchUp(SHARD))
+    async with catching_up(system, "ledger"):
         await until_stopped(system, "ledger")
         code, done = await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
         assert (code, done["event_count"], done["offers"]) == (0, 0, [])
@@ -159,8 +157,7 @@ async def test_a_record_of_any_headers_is_set_aside(system: Settings, journal: J
     batch = raw_batch([odd], round(time.time() * 1_000))
     await produce_batch(system.kafka, Topics(system.prefix).journal, SHARD, batch)
     await journal.block(LINES, 6, 30)
-    async with running(system, "ledger") as [ledger]:
-        await ledger.put(CatchUp(SHARD))
+    async with catching_up(system, "ledger"):
         await until_stopped(system, "ledger")
         code, shown = await call_json(system, "set-aside", "ledger", str(SHARD), "--dry-run")
         assert (code, shown["headers"]) == (0, {"": "", "a\0b": "\0", "\\xff\\xfe": "\ufffd"}), shown
@@ -175,8 +172,7 @@ async def test_missing_events_cannot_be_set_aside(system: Settings, journal: Jou
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5)
     await journal.block(LINES, 9, 12)
-    async with running(system, "ledger") as [ledger]:
-        await ledger.put(CatchUp(SHARD))
+    async with catching_up(system, "ledger"):
         await until_stopped(system, "ledger")
     code, said = await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
     assert code == 1
@@ -190,8 +186,7 @@ async def test_retry_applies_the_record_once_its_cause_is_mended(
     """A row was changed by hand; when it is restored, the same record can be applied."""
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 2)
-    async with running(system, "ledger") as [ledger]:
-        await ledger.put(CatchUp(SHARD))
+    async with catching_up(system, "ledger") as [ledger]:
         await until_at_seq(system, 2, "ledger")
         async with await open_tables(system) as connection:
             await connection.execute("UPDATE accounts_1 SET posted = 5 WHERE account = 'offer:e'")
@@ -215,8 +210,7 @@ async def test_an_audit_trail_that_lacks_events_is_not_a_snapshot(
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5, head=b"00" * 32)
     await journal.block(LINES, 6, 30)
-    async with running(system, "audit") as [audit]:
-        await audit.put(CatchUp(SHARD))
+    async with catching_up(system, "audit"):
         await until_stopped(system, "audit")
         assert (await call_json(system, "set-aside", "audit", str(SHARD), *WHY, "--yes"))[0] == 0
         await until_at_seq(system, 30, "audit")
@@ -232,9 +226,7 @@ async def test_a_rebuild_applies_the_record_set_aside_and_undo_removes_it(
     """The record was set aside because a row was changed by hand; the rebuild reads the same record again."""
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 2)
-    async with running(system) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system) as projectors:
         await until_at_seq(system, 2)
         async with await open_tables(system) as connection:
             await connection.execute("UPDATE accounts_1 SET posted = 5 WHERE account = 'offer:e'")
@@ -276,9 +268,7 @@ async def test_a_rebuild_skips_records_set_aside_on_request(system: Settings, jo
         await journal.block(lines, first_seq, last_seq)
     await journal.block(lines, 5, 6, head=b"00" * 32)
     await journal.block(lines, 7, 9)
-    async with running(system, *names) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system, *names) as projectors:
         for name, times in zip(names, (2, 2, 1), strict=True):
             for _ in range(times):
                 await until_stopped(system, name)
@@ -319,9 +309,7 @@ async def test_a_rebuild_from_the_audit_trail_keeps_set_aside_records_under_a_ne
     await journal.marker(1, "a")
     for seq in range(1, 6):
         await journal.block(lines, seq, seq)
-    async with running(system, "ledger", "audit") as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system, "ledger", "audit"):
         await until_stopped(system, "ledger")
         assert (await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
         for name in ("ledger", "audit"):

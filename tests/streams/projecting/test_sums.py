@@ -21,6 +21,7 @@ from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import (
     SHARD,
     JournalWriter,
+    catching_up,
     granted,
     journal,  # noqa: F401 - a fixture
     open_tables,
@@ -94,9 +95,7 @@ async def test_one_batch_may_sum_beyond_64_bits(system: Settings, journal: Journ
     """The sum of one batch is beyond 64 bits, positive and negative."""
     await journal.marker(1, "a")
     await journal.block(LINES, 1, len(LINES))
-    async with running(system) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system):
         await until_at_seq(system, len(LINES))
     assert await rows(
         system, "SELECT sum(posted) FROM accounts WHERE account IN ('wallet:u1', 'external:bank')"

@@ -20,20 +20,19 @@ from grabstream.projections.checking import verified
 from grabstream.settings import Settings
 from grabstream.streams.clients import Trouble
 from grabstream.streams.projecting import verifier as verifier_module
-from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.projecting.verifier import Verifier
 from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.support.projecting import (
     SHARD,
     JournalWriter,
+    catching_up,
     granted,
     journal,  # noqa: F401 - a fixture
     live_schemas,
     open_tables,
     opened,
     rows,
-    running,
     until_at_seq,
 )
 from tests.support.random_history import History, project, random_history
@@ -211,9 +210,7 @@ async def test_records_set_aside_are_not_findings(system: Settings, journal: Jou
     await journal.marker(1, "a")
     for seq in range(1, 5):
         await journal.block(lines, seq, seq)
-    async with running(system) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system):
         for name in ("ledger", "balances"):
             await until_stopped(system, name)
             assert (await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes"))[0] == 0

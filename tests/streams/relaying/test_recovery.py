@@ -285,6 +285,13 @@ async def test_a_recovery_starts_from_the_audit_trail(with_retired_offers: Any) 
 NAMES = ("m:old", "m:now", "gone", "here")
 
 
+async def _decides_as_the_journal(system: Settings) -> None:
+    async with open_gate(system) as gate:
+        [answer] = await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)
+        assert answer.outcome == "granted"
+    await assert_state_is_the_journal_s(system)
+
+
 @pytest.mark.long
 async def test_a_recovery_without_postgresql_reads_the_journal(
     with_retired_offers: Any, worker: Callable[..., Any]
@@ -294,12 +301,7 @@ async def test_a_recovery_without_postgresql_reads_the_journal(
     await delete_keys(system)
     away = system.model_copy(update={"postgres": "postgresql://nobody@127.0.0.1:9/none"})
     worker(away, "relay,sweep")
-    async with open_gate(system) as gate:
-        assert {
-            answer.outcome
-            for answer in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)
-        } == {"granted"}
-    await assert_state_is_the_journal_s(system)
+    await _decides_as_the_journal(system)
 
 
 @pytest.mark.long
@@ -592,12 +594,7 @@ async def test_rebuild_redis_beside_a_worker(with_retired_offers: Any) -> None:
     assert done.returncode == 0, done.stderr
     assert sum(row["applied"] for row in json.loads(done.stdout)) > 10
     assert (await asyncio.to_thread(grabstream, "rebuild", "redis", "--shard", "8", **words)).returncode == 2
-    async with open_gate(system) as gate:
-        assert {
-            answer.outcome
-            for answer in await gate.decide(by("max", offer="here"), patience_ms=20_000, timeout_ms=20_000)
-        } == {"granted"}
-    await assert_state_is_the_journal_s(system)
+    await _decides_as_the_journal(system)
 
 
 @pytest.mark.long

@@ -44,7 +44,7 @@ from tests.conftest import make_system, some_by_tier, until, wait_until
 from tests.streams.replaying.test_documented import examples
 from tests.support.command_line import env_of, grabstream
 from tests.support.diagnosis import findings_of
-from tests.support.projecting import SHARD, JournalWriter, running, until_at_seq
+from tests.support.projecting import SHARD, JournalWriter, catching_up, running, until_at_seq
 from tests.support.random_history import NOW, History, journal_history, project, random_history
 from tests.support.runs import as_runs
 from tests.support.stopped_shards import WHY, call_json, until_stopped
@@ -470,9 +470,7 @@ async def test_a_line_that_was_set_aside_is_exported_as_text(system: Settings, t
             await journal.block(lines, index + 1, index + 1, last_seqs=last_seqs)
     refused = grabstream("export", str(folder), **env_of(system))
     assert (refused.returncode, "Once it is set aside" in refused.stderr) == (1, True)
-    async with running(system, *names) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(system, *names):
         for name in names:
             await until_stopped(system, name)
             code, done = await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes")

@@ -21,8 +21,8 @@ from tests.support.projecting import (
     LINES,
     SHARD,
     JournalWriter,
+    catching_up,
     journal,  # noqa: F401 - a fixture
-    running,
 )
 
 SERVICES = PROJECT / ".services"
@@ -90,8 +90,7 @@ async def test_connect_writes_all_events_to_a_file(
 
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 20)
-    async with running(system, "events") as [projector]:
-        await projector.put(CatchUp(SHARD))
+    async with catching_up(system, "events") as [projector]:
         with connect(system, tmp_path) as process:
             for last in (20, 30):
                 if last == 30:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -47,17 +46,17 @@ from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until
 from tests.streams.replaying.histories import RecordedSystem, runs_of_ten, schemas, until_read_models_at
 from tests.support.command_line import env_of, grabstream
-from tests.support.projecting import LINES, SHARD, JournalWriter, granted, opened, rows, running
+from tests.support.projecting import (
+    LINES,
+    SHARD,
+    JournalWriter,
+    granted,
+    journal,  # noqa: F401 - a fixture
+    opened,
+    rows,
+    running,
+)
 from tests.support.runs import as_singles
-
-
-@pytest.fixture
-async def journal_of(system: Settings) -> AsyncIterator[JournalWriter]:
-    """Writes the journal of this test's system."""
-    producer = AIOKafkaProducer(bootstrap_servers=system.kafka, acks="all")
-    await producer.start()
-    yield JournalWriter(system, producer)
-    await producer.stop()
 
 
 @pytest.mark.parametrize("words", [("--user", "nobody"), ("--from", "2030-01-01")])
@@ -203,7 +202,7 @@ class Counting(JournalSource):
 
 @pytest.mark.long
 async def test_a_replay_from_near_the_end_reads_only_the_end(
-    system: Settings, journal_of: JournalWriter
+    system: Settings, journal: JournalWriter
 ) -> None:
     """The number of records read is bounded by the number of events wanted. From every point, no event is
     missing, and all events are those of the journal.
@@ -212,9 +211,9 @@ async def test_a_replay_from_near_the_end_reads_only_the_end(
         opened("e", 1, 100_000),
         *(granted("e", seq).replace(b'"at":%d' % seq, b'"at":%d' % (seq // 3)) for seq in range(2, 601)),
     ]
-    await journal_of.marker(1, "a")
+    await journal.marker(1, "a")
     for first in range(1, 601, 2):
-        await journal_of.block(lines, first, first + 1)
+        await journal.block(lines, first, first + 1)
     await until_read_models_at(system, {SHARD: 600})
     async with (
         await open_books(system) as books,
@@ -252,18 +251,18 @@ class OneByOne(JournalReader):
 
 @pytest.mark.long
 async def test_a_stale_block_at_the_start_of_a_replay_is_ignored(
-    system: Settings, journal_of: JournalWriter
+    system: Settings, journal: JournalWriter
 ) -> None:
     """A paused relay wrote blocks of another history. The search for the start finds one of them, the audit
     trail shows that it is not valid, and the events of the valid history are returned.
     """
     stale_lines = [*LINES[:10], *(line.replace(b'"amounts":[10]', b'"amounts":[11]') for line in LINES[10:])]
-    await journal_of.marker(1, "a")
-    await journal_of.block(LINES, 1, 10)
-    await journal_of.marker(2, "b")
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 10)
+    await journal.marker(2, "b")
     for _ in range(100):
-        await journal_of.block(stale_lines, 11, 20)  # of the previous owner
-    await journal_of.block(LINES, 11, 30, 2, "b")
+        await journal.block(stale_lines, 11, 20)  # of the previous owner
+    await journal.block(LINES, 11, 30, 2, "b")
     await until_read_models_at(system, {SHARD: 30})
     async with (
         await open_books(system) as books,
@@ -279,17 +278,17 @@ async def test_a_stale_block_at_the_start_of_a_replay_is_ignored(
 
 @pytest.mark.long
 async def test_a_stale_block_with_true_events_after_the_end_hides_no_event(
-    system: Settings, journal_of: JournalWriter
+    system: Settings, journal: JournalWriter
 ) -> None:
     """The stale blocks repeat valid events, and no block follows them. Blocks before them in the journal with
     higher seqs are still read.
     """
-    await journal_of.marker(1, "a")
-    await journal_of.block(LINES, 1, 10)
-    await journal_of.marker(2, "b")
-    await journal_of.block(LINES, 11, 30, 2, "b")
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 10)
+    await journal.marker(2, "b")
+    await journal.block(LINES, 11, 30, 2, "b")
     for _ in range(100):
-        await journal_of.block(LINES, 11, 12)  # of the previous owner
+        await journal.block(LINES, 11, 12)  # of the previous owner
     await until_read_models_at(system, {SHARD: 30})
     async with (
         await open_books(system) as books,
@@ -436,16 +435,6 @@ async def records(settings: Settings, topic: str) -> list[Any]:
     return sorted(all_records, key=lambda record: (record.partition, record.offset))
 
 
-@pytest.fixture
-async def topic(servers: Settings, prefix: str) -> AsyncIterator[str]:
-    name = f"{prefix}.mine"
-    yield name
-    client = AIOKafkaAdminClient(bootstrap_servers=servers.kafka)
-    await client.start()
-    await client.delete_topics([name])
-    await client.close()
-
-
 @pytest.mark.long
 async def test_a_replay_into_a_topic_writes_the_records_of_the_publisher(
     recorded: RecordedSystem, topic: str
@@ -542,14 +531,14 @@ async def test_a_second_replay_into_a_topic_is_refused(recorded: RecordedSystem,
 
 @pytest.mark.long
 async def test_single_events_are_those_between_bounds_within_runs(
-    system: Settings, journal_of: JournalWriter, topic: str
+    system: Settings, journal: JournalWriter, topic: str
 ) -> None:
     """In a topic and for a user, from and until any grab of a run, also in two steps. Lines stay whole."""
     lines = runs_of_ten()
     singles = as_singles(lines)
     assert [decode_line(line).last_seq for line in lines] == [1, 11, 21]
-    await journal_of.marker(1, "a")
-    await journal_of.block(lines, 1, 3, last_seqs=[1, 11, 21])
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 3, last_seqs=[1, 11, 21])
     await until_read_models_at(system, {SHARD: 21})
     words = ("replay", "--shard", str(SHARD))
 
@@ -576,12 +565,12 @@ async def test_single_events_are_those_between_bounds_within_runs(
 
 @pytest.mark.long
 async def test_a_topic_continues_after_a_bound_within_a_run(
-    system: Settings, journal_of: JournalWriter, topic: str
+    system: Settings, journal: JournalWriter, topic: str
 ) -> None:
     lines = runs_of_ten()
     singles = as_singles(lines)
-    await journal_of.marker(1, "a")
-    await journal_of.block(lines, 1, 3, last_seqs=[1, 11, 21])
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 3, last_seqs=[1, 11, 21])
     await until_read_models_at(system, {SHARD: 21})
     into = ("replay", "--into", f"topic:{topic}", "--continue", "--shard", str(SHARD))
     for last in (1, 4, 4, 12, 20, 21):

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -41,16 +40,6 @@ async def journal_of(recorded: RecordedSystem) -> str:
     found = await find_journal(recorded.settings)
     assert found is not None
     return found.id
-
-
-@pytest.fixture
-async def topic(servers: Settings, prefix: str) -> AsyncIterator[str]:
-    name = f"{prefix}.filters"
-    yield name
-    client = AIOKafkaAdminClient(bootstrap_servers=servers.kafka)
-    await client.start()
-    await client.delete_topics([name])
-    await client.close()
 
 
 @pytest.mark.long

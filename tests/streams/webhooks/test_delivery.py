@@ -25,7 +25,6 @@ from grabstream.projections.tables.webhooks import Webhook
 from grabstream.settings import Settings
 from grabstream.streams.follower import Chunk
 from grabstream.streams.projecting import follower
-from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, create_topics
 from grabstream.streams.webhooks import reading, role, sending
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
@@ -40,11 +39,11 @@ from tests.support.losses import delete_topics
 from tests.support.projecting import (
     SHARD,
     JournalWriter,
+    catching_up,
     granted,
     journal,  # noqa: F401 - a fixture
     open_books,
     opened,
-    running,
     until_at_seq,
 )
 from tests.support.runs import as_runs, as_singles
@@ -252,9 +251,7 @@ async def test_a_new_subscription_begins_now_beside_a_journal_that_is_vouched_fo
     await journal.marker(1, "a")
     for first in range(1, 31, 3):
         await journal.block(lines, first, first + 2)
-    async with running(hooks.settings) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(hooks.settings):
         await until_at_seq(hooks.settings, 30)
     # From now on; and from a time that the audit trail has.
     async with receiving() as past:
@@ -692,9 +689,7 @@ async def test_rebuilds_and_replays_send_nothing(
     await journal.marker(1, "a")
     await journal.block(lines, 1, 20)
     await hooks.add("one", receiver.url)
-    async with running(hooks.settings) as projectors, hooks.delivering():
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
+    async with catching_up(hooks.settings), hooks.delivering():
         await until_at_seq(hooks.settings, 20)
         await got(receiver, 20)
         await until(hooks.is_idle, 10, "an empty queue")

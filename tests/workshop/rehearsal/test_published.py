@@ -7,7 +7,6 @@ import pytest
 
 from grabstream.settings import Settings
 from grabstream.streams.journal import open_reader
-from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
 from grabstream.workshop.rehearsal import published, stage
 from grabstream.workshop.rehearsal.published import (
@@ -23,8 +22,8 @@ from tests.support.projecting import (
     LINES,
     SHARD,
     JournalWriter,
+    catching_up,
     journal,  # noqa: F401 - a fixture
-    running,
 )
 
 Records = list[PublishedRecord]
@@ -37,8 +36,7 @@ async def publish(system: Settings, journal: JournalWriter, *reach: int) -> None
     async with open_reader(system.kafka, Topics(system.prefix).events) as reader:
         for last in reach:
             await journal.block(LINES, first, last)
-            async with running(system, "events") as [publisher]:
-                await publisher.put(CatchUp(SHARD))
+            async with catching_up(system, "events"):
 
                 async def is_published(last: int = last) -> bool:
                     return await reader.end(SHARD) >= last
