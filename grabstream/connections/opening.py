@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHECK_AGAIN_SECONDS = 2.0
+MIXED_SECONDS_MAX = 8.0
 
 
 def open_redis(settings: Settings) -> Any:
@@ -189,15 +190,15 @@ async def check_system(
     return identity
 
 
-async def mixed_systems(settings: Settings, seconds: float = 8.0) -> OtherSystem | None:
-    """The error when the settings mix two systems, or None when no server reports that within `seconds`, or
-    this login may not read to which system the schema belongs.
+async def mixed_systems(settings: Settings) -> OtherSystem | None:
+    """The error when the settings mix two systems, or None when no server reports that within
+    MIXED_SECONDS_MAX, or this login may not read to which system the schema belongs.
 
     For verbs that show the problem instead of ending with it.
     """
     for journal in (True, False):
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(MIXED_SECONDS_MAX):
                 await check_system(settings, journal=journal)
         except OtherSystem as error:
             return error

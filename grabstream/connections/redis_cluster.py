@@ -192,10 +192,6 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             raise ConnectionError(f"no server has slot {slot}")
         return self._servers[name]
 
-    def server_name(self, key: str) -> str:
-        """The name of the server that has a key by present knowledge; '' for none."""
-        return (self._slots.owners[slot_of(key)] if self._slots else None) or ""
-
     async def client_of(self, key: str) -> Redis:
         """The client of the server that has a key, for commands without a key."""
         await self.execute_command("EXISTS", key)  # follows a redirection

@@ -532,9 +532,9 @@ async def _unused(message: Any) -> None:
     raise AssertionError("an endpoint sends nothing itself")
 
 
-def document_reply(body: bytes, headers: Sequence[tuple[bytes, bytes]] = (NOT_KEPT,)) -> Reply:
+def document_reply(body: bytes) -> Reply:
     """A JSON document."""
-    return Reply(200, body, ((b"content-type", JSON), *headers, *SECURE_HEADERS))
+    return Reply(200, body, ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS))
 
 
 async def send_reply(scope: Scope, send: Send, reply: Reply) -> None:

@@ -65,7 +65,7 @@ def authorize(caller: Caller, operation: Operation, request: Request) -> None:
         )
     request.user = caller.user
     if "user" in request.path:
-        check_user(request, request.path["user"], "user")
+        check_user(request, request.path["user"])
 
 
 def unauthenticated(detail: str, error: str | None = None) -> Problem:

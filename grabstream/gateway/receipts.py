@@ -42,8 +42,6 @@ from grabstream.models.payments import (
     decode_receipt,
 )
 
-#: What has become of a payment.
-RESULTS: Final = ("confirmed", "refund_due", "unchanged")
 _HEADERS: Final = ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS)
 _encode = msgspec.json.Encoder().encode
 

@@ -401,7 +401,7 @@ def settling_of(request: Request, type_: str, body: bytes) -> AnyCommand:
     if isinstance(command, GrabCommand):
         if command.user is None:
             raise invalid("user: is required; it must be the user of the grab")
-        check_user(request, command.user, "user")
+        check_user(request, command.user)
     return command
 
 
@@ -480,13 +480,13 @@ def _with_user(request: Request, given: Mapping[str, str], body: bytes) -> Mappi
     return {**given, "user": request.user} if named is msgspec.UNSET else given
 
 
-def check_user(request: Request, user: str, field: str) -> None:
+def check_user(request: Request, user: str) -> None:
     """Raises Problem when an end user names another one."""
     if request.user is not None and user != request.user:
         raise Problem(
             "other_user",
-            f"{field}: must be {request.user}, the user of the token, got {quoted(user)}",
-            field,
+            f"user: must be {request.user}, the user of the token, got {quoted(user)}",
+            "user",
         )
 
 
@@ -494,7 +494,7 @@ def _check_own(request: Request, grab: Grab) -> None:
     """Raises Problem when an end user grabs for another one, or states attributes: limits count by them, so
     only a service may state them.
     """
-    check_user(request, grab.user, "user")
+    check_user(request, grab.user)
     if request.user is not None and grab.attributes:
         raise Problem(
             "insufficient_scope",

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 from grabstream.models.bounds import quoted
 from grabstream.models.money import Invalid
 
-ROUND_MAX: Final = 10**12
 BEACON_PATTERN: Final = "^[0-9a-f]{64}/[1-9][0-9]{0,11}$"
 #: Signatures of BLS12-381 have 48 or 96 bytes.
 RANDOMNESS_PATTERN: Final = "^[1-9][0-9]{0,11}/[0-9a-f]{64}/([0-9a-f]{96}|[0-9a-f]{192})$"

@@ -362,5 +362,4 @@ class EventDecoder(VersionedDecoder[AnyEvent]):
 #: Made at import, so that no process that reads events starts with a gap in the upcasters.
 EVENTS: Final = EventDecoder()
 decode_event = EVENTS.decode
-decode_event_list = EVENTS.decode_list
 encode_event = msgspec.json.Encoder().encode

@@ -262,12 +262,10 @@ def _state_of(raw: bytes, asked: Container[tuple[str, str]]) -> PaymentState:
     return state
 
 
-def receipt_of(state: PaymentState, aud: str = "") -> Receipt:
-    """The receipt of a payment that the answer to a query reports; its claims are not checked. `aud` is that
-    of the answer.
-    """
+def receipt_of(state: PaymentState) -> Receipt:
+    """The receipt of a payment that the answer to a query reports; its claims are not checked."""
     return Receipt(
-        aud=aud, payment=state.payment or "", offer=state.offer, grab=state.grab, user=state.user or "",
+        aud="", payment=state.payment or "", offer=state.offer, grab=state.grab, user=state.user or "",
         status="paid", at=state.at or 0, paid=state.paid, currency=state.currency, quantity=state.quantity,
     )  # fmt: skip
 

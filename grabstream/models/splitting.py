@@ -25,7 +25,6 @@ from grabstream.models.money import AMOUNT_MAX, PARTS_MAX, Invalid
 Law = Literal["double_mean", "bounded", "equal"]
 LAWS: Final[tuple[Law, ...]] = ("double_mean", "bounded", "equal")
 DRAW_RANGE: Final = 16**13
-PART_BYTES: Final = 6
 #: Draws of one step, which takes some tenths of a millisecond.
 SLICE_PARTS: Final = 256
 

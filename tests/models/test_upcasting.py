@@ -15,11 +15,11 @@ import pytest
 from grabstream.crypto.sealing import new_seal_key
 from grabstream.models.events import (
     CURRENT_VERSIONS,
+    EVENTS,
     EventDecoder,
     GrabGranted,
     OfferOpened,
     decode_event,
-    decode_event_list,
     encode_event,
 )
 from grabstream.models.runs import RUN_VERSION
@@ -69,7 +69,7 @@ def test_newer_events_are_refused(line: bytes, reason: str) -> None:
     """Even if they could be decoded: the same fields may have another meaning."""
     for decode in (
         lambda: decode_event(line),
-        lambda: decode_event_list(b"[" + LINES[0] + b"," + line + b"]"),
+        lambda: EVENTS.decode_list(b"[" + LINES[0] + b"," + line + b"]"),
     ):
         with pytest.raises(NewerEvent, match=reason):
             decode()
@@ -92,7 +92,7 @@ def test_text_that_is_not_an_event_is_refused_with_a_reason(line: bytes, reason:
     with pytest.raises(msgspec.DecodeError, match=reason):
         decode_event(line)
     with pytest.raises(msgspec.DecodeError):
-        decode_event_list(b"[" + line + b"]")
+        EVENTS.decode_list(b"[" + line + b"]")
 
 
 def _same(event: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from grabstream.client.over_http import Client
 from grabstream.client.over_kafka import KafkaClient
 from grabstream.connections.logins import refusal
 from grabstream.connections.opening import checked_books, open_redis
+from grabstream.connections.redis_cluster import slot_of
 from grabstream.crypto.sealing import new_seal_key
 from grabstream.models.vocabulary import Grab
 from grabstream.projections.database.sessions import connect
@@ -463,7 +464,7 @@ async def test_a_redis_cluster_with_tls_and_certificates_of_clients(
         assert [await client.eval("return redis.call('GET', KEYS[1])", 1, key) for key in keys] == [
             key.encode() for key in keys
         ]
-        used = {client.server_name(key) for key in keys}
+        used = {client.server_of(slot_of(key)).name for key in keys}
         assert used == {f"{HOST}:{server.port}" for server in certified_redis}
         async with client.pubsub() as subscription:
             await subscription.subscribe(*keys)

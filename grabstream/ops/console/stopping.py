@@ -22,12 +22,12 @@ END_SECONDS_MAX: Final = 19.0
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
-def end_within(seconds: float, code: int) -> None:
-    """Ends this process after `seconds` with this exit code, unless it ends earlier: a server that hangs may
-    block a client's cleanup, a thread, or the end of the event loop. Nothing is lost by that, because this
-    process may be killed at any moment.
+def end_in_time(code: int) -> None:
+    """Ends this process after END_SECONDS_MAX with this exit code, unless it ends earlier: a server that
+    hangs may block a client's cleanup, a thread, or the end of the event loop. Nothing is lost by that,
+    because this process may be killed at any moment.
     """
-    timer = threading.Timer(seconds, _leave, (code,))
+    timer = threading.Timer(END_SECONDS_MAX, _leave, (code,))
     timer.daemon = True
     timer.start()
 
@@ -47,7 +47,7 @@ def stop_on_signals(exit_code: int) -> tuple[asyncio.Event, list[int]]:
     signals: list[int] = []
 
     def end(number: int) -> None:
-        end_within(END_SECONDS_MAX, exit_code)
+        end_in_time(exit_code)
         signals.append(number)
         stop.set()
 
@@ -68,7 +68,7 @@ def run_until_stopped(work: Coroutine[Any, Any, T], word: str = "") -> T:
 
         def stop(number: int) -> None:
             signals.append(number)
-            end_within(END_SECONDS_MAX, 128 + number)
+            end_in_time(128 + number)
             working.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -2,7 +2,6 @@
 after an event.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -203,11 +202,3 @@ class LimitCounters:
         rules = self._rules[event.offer]
         under = tuple((counter, per, rules.window(counter.limit, per, event.at)) for counter, per, _ in first)
         self._count(event.offer, event.grab, event.quantity, under)
-
-
-def fed(events: Sequence[AnyEvent]) -> LimitCounters:
-    """The counters after these events."""
-    counters = LimitCounters()
-    for event in events:
-        counters.feed(event)
-    return counters

@@ -35,7 +35,6 @@ COORDINATOR_TRIES: Final = 20
 COORDINATOR_PAUSE_SECONDS: Final = 0.1
 #: A reader is late when a record has waited this long.
 LATE_MS: Final = 10_000
-UNKNOWN_TOPIC: Final = 3
 #: An open transaction hangs when its first record is this old: Kafka's producers end theirs within a minute.
 TRANSACTION_MS_MAX: Final = 60_000
 #: How many of the newest records of the topic `rejected` are searched for undecidable commands.

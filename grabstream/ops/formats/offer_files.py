@@ -566,17 +566,17 @@ def _unchangeable(name: str) -> str:
 # -- terms alone ->------------------------------------------------------------------------------------
 
 
-def read_terms(where: str, document: Any) -> tuple[dict[str, Any], list[str]]:
+def read_terms(document: Any) -> tuple[dict[str, Any], list[str]]:
     """Some terms, by name, as values of their fields, and the reasons why input is wrong. Whether they fit
     together depends on the offer.
     """
-    terms, reasons = _terms_of(where, document)
+    terms, reasons = _terms_of("terms", document)
     converted = {}
     for name, value in terms.items():
         if name == "kind":
             converted[name] = value
             continue
-        if any(reason.startswith(f"{where}.{name}: ") for reason in reasons):
+        if any(reason.startswith(f"terms.{name}: ") for reason in reasons):
             continue
         try:
             # The error then begins with the place in the value, which is that of the term.
@@ -585,5 +585,5 @@ def read_terms(where: str, document: Any) -> tuple[dict[str, Any], list[str]]:
             text = str(error)
             text = text.replace("`$", f"`$.{name}") if "`$" in text else f"{text} - at `$.{name}`"
             reason = _explain(text, {name: value})
-            reasons.append(f"{where}.{reason}")
+            reasons.append(f"terms.{reason}")
     return converted, reasons

@@ -43,7 +43,7 @@ def read_whatif(text: str, form: Form) -> WhatIf:
     since, until = (_time(name, written.get(name), reasons) for name in ("from", "until"))
     if since is not None and until is not None and since > until:
         reasons.append("from: is after until, so nothing would change")
-    terms, wrong = read_terms("terms", written.get("terms", {}))
+    terms, wrong = read_terms(written.get("terms", {}))
     reasons += wrong
     reasons += [f"terms.{name}: cannot change" for name in terms if name in FIXED_TERMS]
     if reasons:

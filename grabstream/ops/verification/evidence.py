@@ -55,15 +55,13 @@ def sealed_json(value: msgspec.Struct) -> str:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def read_evidence(
-    where: Path | BucketAddress, login: StoreLogin, bytes_max: int = FILE_BYTES_MAX
-) -> Evidence:
+def read_evidence(where: Path | BucketAddress, login: StoreLogin) -> Evidence:
     """A file on disk or in a bucket. Raises BadCheckpoint when it cannot be read, is too long, or has been
     overwritten or deleted in a bucket that keeps versions; and StoreError.
     """
     if isinstance(where, BucketAddress):
-        return _read_object(where, Bucket(where.bucket, login), bytes_max)
-    return Evidence(read_bounded(where, bytes_max))
+        return _read_object(where, Bucket(where.bucket, login))
+    return Evidence(read_bounded(where))
 
 
 def read_bounded(path: Path, bytes_max: int = FILE_BYTES_MAX) -> bytes:
@@ -78,10 +76,10 @@ def read_bounded(path: Path, bytes_max: int = FILE_BYTES_MAX) -> bytes:
     return content
 
 
-def _read_object(place: BucketAddress, bucket: Bucket, bytes_max: int) -> Evidence:
+def _read_object(place: BucketAddress, bucket: Bucket) -> Evidence:
     named = place if place.version else _only_version(place, bucket.versions(place.key))
     try:
-        found = bucket.get(place.key, bytes_max, named.version)
+        found = bucket.get(place.key, FILE_BYTES_MAX, named.version)
     except TooLarge as error:
         raise BadCheckpoint(f"{place} is not a checkpoint or a proof: {error}") from None
     if found is None:

@@ -7,13 +7,12 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from psycopg import AsyncConnection
 
-from grabstream.models.bounds import EVENT_LINE_BYTES_MAX, counted
+from grabstream.models.bounds import EVENT_LINE_BYTES_MAX
 from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, decode_event
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.merkle import SIBLINGS_MAX, leaf_hash, root_of_proof
 from grabstream.models.merkle import Path as MerklePath
 from grabstream.ops.verification.checkpoints import Checkpoint, ShardHead, require_signed, texts_of
-from grabstream.ops.verification.checks import Say
 from grabstream.ops.verification.evidence import FILE_BYTES_MAX, BadCheckpoint, read_bounded
 from grabstream.settings import Settings
 
@@ -43,8 +42,7 @@ class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def make_proof(
-    settings: Settings, books: AsyncConnection[Any], checkpoint: Checkpoint, offer: str, user: str, grab: str,
-    report: Say = lambda line: None,
+    settings: Settings, books: AsyncConnection[Any], checkpoint: Checkpoint, offer: str, user: str, grab: str
 ) -> Proof:  # fmt: skip
     """The proof that a user's grab is in the history of a checkpoint. Reads the events of its shard up to the
     checkpoint, in bounded memory. Raises NotProved, and BadCheckpoint when the history is another one.
@@ -58,7 +56,6 @@ async def make_proof(
         raise NotProved(
             f"the grab is event {seq} of shard {shard}, the checkpoint is at {head.seq}: use a newer one"
         )
-    report(f"reading shard {shard}, {counted(head.seq, 'events')}")
     made, event = MerklePath(seq - 1, head.seq), b""
     async with aclosing(texts_of(books, shard, head.seq, bytes.fromhex(head.head))) as texts:
         async for text in texts:

@@ -38,7 +38,6 @@ class VerifiedTo(NamedTuple):
     again_head: bytes
     rounds: int
     gaps: Sequence[int]
-    verified_at: datetime | None
     compared_at: datetime | None
 
 
@@ -52,7 +51,6 @@ class OpenFinding(NamedTuple):
     seq: int | None
     what: str
     found_at: datetime
-    seen_at: datetime
 
     @property
     def where(self) -> str:
@@ -86,7 +84,7 @@ class AccountRow(NamedTuple):
 async def progress(connection: AsyncConnection[Any]) -> dict[int, VerifiedTo]:
     """The progress of every shard."""
     rows = await connection.execute(
-        "SELECT shard, seq, head, again_seq, again_head, rounds, gaps, verified_at, compared_at "
+        "SELECT shard, seq, head, again_seq, again_head, rounds, gaps, compared_at "
         "FROM verified ORDER BY shard"
     )
     return {
@@ -295,7 +293,7 @@ async def events_of_offers(
 async def open_findings(connection: AsyncConnection[Any]) -> list[OpenFinding]:
     """All open findings, the oldest first."""
     rows = await connection.execute(
-        "SELECT id, kind, shard, subject, seq, what, found_at, seen_at FROM findings "
+        "SELECT id, kind, shard, subject, seq, what, found_at FROM findings "
         "WHERE cleared_at IS NULL ORDER BY found_at, id"
     )
     return [OpenFinding(*row) for row in await rows.fetchall()]

@@ -14,9 +14,7 @@ from psycopg.rows import class_row
 #: Keys that a system may have, also those that are revoked: every gateway keeps them in memory.
 API_KEYS_MAX: Final = 1_000
 
-_COLUMNS: Final = (
-    "name, scopes, sha256, previous_sha256, previous_until, created_at, rotated_at, expires_at, revoked_at"
-)
+_COLUMNS: Final = "name, scopes, sha256, previous_until, created_at, rotated_at, expires_at, revoked_at"
 
 
 class ApiKeyRefused(Exception):
@@ -29,7 +27,6 @@ class ApiKey(NamedTuple):
     name: str
     scopes: Sequence[str]
     sha256: bytes
-    previous_sha256: bytes | None
     previous_until: datetime | None
     created_at: datetime
     rotated_at: datetime | None

@@ -13,7 +13,6 @@ class SealKey(NamedTuple):
 
     key_id: str
     fingerprint: str
-    recorded_at: datetime
     retired_at: datetime | None
 
 
@@ -40,7 +39,7 @@ async def find_all(connection: AsyncConnection[Any]) -> list[SealKey] | None:
         return None
     async with connection.cursor(row_factory=class_row(SealKey)) as cursor:
         await cursor.execute(
-            "SELECT key_id, fingerprint, recorded_at, retired_at FROM seal_keys ORDER BY recorded_at, key_id"
+            "SELECT key_id, fingerprint, retired_at FROM seal_keys ORDER BY recorded_at, key_id"
         )
         return await cursor.fetchall()
 

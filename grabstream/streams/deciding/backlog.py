@@ -219,8 +219,3 @@ class ShardBacklog:
             for partition in self._stopped:
                 partition.full_for.discard(self.shard)
             self._stopped.clear()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no command waits to be sent to the gate."""
-        return not self._waiting

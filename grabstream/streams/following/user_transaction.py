@@ -114,7 +114,7 @@ async def _apply(connection: AsyncConnection[Any], facts: Sequence[Fact], apply:
     try:
         await apply(connection, facts)
     except psycopg.Error as error:
-        what = _what_was_refused(connection, error)
+        what = _what_was_refused(error)
         if what is None:
             raise
         raise Misbehaves(f"its `apply` {what} ({str(error).splitlines()[0]})") from error
@@ -133,7 +133,7 @@ _ENDINGS: Final = {
 }
 
 
-def _what_was_refused(connection: AsyncConnection[Any], error: psycopg.Error) -> str | None:
+def _what_was_refused(error: psycopg.Error) -> str | None:
     """What `apply` did, if that is the cause of the error; else None."""
     if error.diag.sqlstate == _COMMITTED:
         return "ended the transaction, or checked constraints, before its cursor moved"

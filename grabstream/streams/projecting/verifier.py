@@ -317,7 +317,7 @@ class Verifier:
             await self._walk_again(connection, at, end, gaps)
             return False
         walked, full = await self._step(connection, shard, at.seq, at.head, end, gaps)
-        await self._fold(connection, shard, walked.facts)
+        await self._fold(connection, walked.facts)
         if walked.seq > at.seq:
             await verified.move(connection, shard, walked.seq, walked.head)
         return full and walked.wrong is None
@@ -370,9 +370,7 @@ class Verifier:
         ]
         await self._judge(connection, "heads", at.shard, list(compared), problems)
 
-    async def _fold(
-        self, connection: AsyncConnection[Any], shard: int, facts: Sequence[AuditedEvent]
-    ) -> None:
+    async def _fold(self, connection: AsyncConnection[Any], facts: Sequence[AuditedEvent]) -> None:
         if not facts:
             return
         await verified.add_accounts(connection, proof.account_changes(facts))

@@ -66,11 +66,6 @@ class RebuildProgress(NamedTuple):
     total: int = 0
     rate: float = 0.0
 
-    @property
-    def seconds_left(self) -> float | None:
-        """The seconds left at this rate; None if the rate is not known yet."""
-        return (self.total - self.done) / self.rate if self.rate else None
-
 
 ReportRebuild = Callable[[RebuildProgress], None]
 #: Called with the name of each step; crash tests end the process there.

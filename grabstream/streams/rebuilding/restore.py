@@ -256,7 +256,7 @@ class Restore:
                     owner, term, server_epoch = await self._raise_term(plan)
                     writer = _ShardWriter(producer, self._where.journal, plan, term, owner)
                     await writer.write(connection, progress)
-                    await _anchor_read_models(connection, self._where.schema, plan, writer.anchors)
+                    await _anchor_read_models(connection, plan, writer.anchors)
                     await self._anchor_redis(
                         plan, (term, owner, server_epoch), writer.anchors[plan.checkpoint.seq]
                     )
@@ -519,7 +519,7 @@ async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) ->
 
 
 async def _anchor_read_models(
-    connection: AsyncConnection[Any], schema: str, plan: ShardPlan, anchors: Mapping[int, Cursor]
+    connection: AsyncConnection[Any], plan: ShardPlan, anchors: Mapping[int, Cursor]
 ) -> None:
     """Gives the cursors of all versions, and their stopped shards, the offsets of the restored journal."""
     async with connection.transaction():

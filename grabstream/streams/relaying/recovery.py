@@ -54,7 +54,6 @@ WIPE_KEYS_A_STEP: Final = 500
 WIPE_PARTS_WEIGHT: Final = 10
 RETIRED_A_STEP: Final = 1_000
 SCAN_COUNT: Final = 1_000
-PROGRESS_SECONDS: Final = 1.0
 #: How long a shard waits for PostgreSQL where its recovery can do without: for the position of the newest
 #: snapshot, and for its own report.
 BOOKS_SECONDS_MAX: Final = 15.0

@@ -89,10 +89,10 @@ class Compared(NamedTuple):
 class TimeShare:
     """Limits a task to a share of the time by pauses; calls `beat` about once a second."""
 
-    def __init__(self, share: float = 0.5, beat: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(self, share: float = 0.5) -> None:
         self._rest = 1 / share - 1
         self._began = self._beaten = time.monotonic()
-        self.beat = beat
+        self.beat: Callable[[], Awaitable[None]] | None = None
 
     async def __call__(self) -> None:
         """Pauses; called after every step."""

@@ -11,7 +11,6 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -87,10 +86,10 @@ class DeliveryOutcome(NamedTuple):
         )
 
 
-def again_seconds(attempts: int, draw: Callable[[], float] = random.random) -> float:
+def again_seconds(attempts: int) -> float:
     """The pause after a number of failed attempts (from 1), in s."""
     longest = min(AGAIN_SECONDS_MIN * float(2 ** min(attempts - 1, 32)), AGAIN_SECONDS_MAX)
-    return longest * (1 - draw() / 2)
+    return longest * (1 - random.random() / 2)
 
 
 class Receiver:

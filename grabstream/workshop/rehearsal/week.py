@@ -280,9 +280,9 @@ class Week(Story):
         self.expect(confirm, *outcomes)
         return confirm
 
-    def _soon(self, deadline: int, least: float = 0.2, most: float = 12) -> float:
-        """A time between `least` and `most` minutes after a hold began, before its deadline."""
-        return deadline - HOLD_MS + self.random.uniform(least, most) * MINUTE_MS
+    def _soon(self, deadline: int, most: float = 12) -> float:
+        """A time between 0.2 and `most` minutes after a hold began, before its deadline."""
+        return deadline - HOLD_MS + self.random.uniform(0.2, most) * MINUTE_MS
 
     def _pays(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
         self.plan(self._soon(deadline), self._pay(grab, due, "confirmed"))

@@ -17,7 +17,6 @@ from grabstream.workshop.services.process import POLL_SECONDS, ServiceError
 from grabstream.workshop.services.servers import Kafka, Postgres, Redis
 
 MASTERS: Final = 3
-BROKERS: Final = 3
 SLOTS: Final = 16_384
 JOIN_SECONDS: Final = 90.0
 

@@ -5,14 +5,16 @@ retakes and amendments.
 import pytest
 
 from grabstream.models.events import decode_event
-from grabstream.ops.diagnosis.counters import Counter, fed
+from grabstream.ops.diagnosis.counters import Counter, LimitCounters
 from tests.support.random_history import random_history
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_counters_from_events_equal_those_of_the_rules(seed: int) -> None:
     history = random_history(seed, 1_500)
-    counters = fed([decode_event(line) for line in history.lines])
+    counters = LimitCounters()
+    for line in history.lines:
+        counters.feed(decode_event(line))
     checked = 0
     for name, offer in history.state.offers.items():
         for counter, (window, count) in offer.counters.items():

@@ -1,7 +1,5 @@
 """What findings name works: commands that would be refused are not named."""
 
-from datetime import UTC, datetime
-
 import pytest
 from pydantic import SecretStr
 
@@ -22,7 +20,7 @@ from grabstream.settings import Settings
 def test_old_seal_key_is_retired_only_when_no_offer_needs_it(
     settings: Settings, uses: Uses | None, command: str
 ) -> None:
-    known = [SealKey(name, "f", datetime.now(UTC), None) for name in ("old", "new")]
+    known = [SealKey(name, "f", None) for name in ("old", "new")]
     of_new = settings.model_copy(update={"seal_keys": SecretStr(f"new:{'A' * 43}=")})
     readings = SealKeyReadings(known, {} if uses is None else {"old": uses})
     [finding] = seal_keys.old(readings, of_new)

@@ -14,10 +14,6 @@ from grabstream.ops.formats.named_users import user_named
 from grabstream.projections.tables import user_keys
 from grabstream.settings import Settings, load_settings
 
-#: How long a gate may still seal with a key that it has read, in seconds; what it seals then cannot be
-#: opened.
-EFFECT_SECONDS = 60
-
 
 @click.command()
 @click.argument("user")

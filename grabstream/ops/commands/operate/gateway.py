@@ -63,9 +63,8 @@ from grabstream.ops.commands.operate.examiners import open_examiners
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
 from grabstream.ops.console.stopping import (
-    END_SECONDS_MAX,
     EXIT_INTERRUPTED,
-    end_within,
+    end_in_time,
     stop_on_signals,
 )
 from grabstream.runtime.ending import running
@@ -173,7 +172,7 @@ def _stop_with_parent(stop: asyncio.Event) -> None:
 
     def end() -> None:
         loop.remove_reader(sys.stdin)
-        end_within(END_SECONDS_MAX, EXIT_HANGS)
+        end_in_time(EXIT_HANGS)
         stop.set()
 
     loop.add_reader(sys.stdin, end)

@@ -49,9 +49,8 @@ from grabstream.models.bounds import counted
 from grabstream.models.journal import is_signed_owner
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.stopping import (
-    END_SECONDS_MAX,
     EXIT_INTERRUPTED,
-    end_within,
+    end_in_time,
     stop_on_signals,
 )
 from grabstream.ops.diagnosis.findings import shard_list, spans
@@ -192,7 +191,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
             logging.shutdown()
             os._exit(EXIT_UNKNOWN_ERROR)
     finally:
-        end_within(END_SECONDS_MAX, EXIT_UNKNOWN_ERROR)
+        end_in_time(EXIT_UNKNOWN_ERROR)
         if keys_of_users is not None:
             await keys_of_users.close()
         await redis.aclose()

@@ -162,7 +162,7 @@ async def _run(
         tally = _DifferenceCount(limit)
         with _lines_in(output) as lines:
             await _second_reading(history, shard, asked, last, twins, tally, lines)
-    report = _report(settings, asked, shard, twins, tally, limit)
+    report = _report(asked, shard, twins, tally, limit)
     return report | {"refused": await _refusals(settings, asked, list(twins.recorded))}
 
 
@@ -261,9 +261,7 @@ async def _second_reading(
     tally.take(twins, lines)
 
 
-def _report(
-    settings: Settings, asked: WhatIf, shard: int, twins: Twins, tally: _DifferenceCount, limit: int
-) -> dict[str, Any]:
+def _report(asked: WhatIf, shard: int, twins: Twins, tally: _DifferenceCount, limit: int) -> dict[str, Any]:
     offers = sorted(twins.recorded)
     empty = Numbers()
     results = [

@@ -263,7 +263,7 @@ def journal_(
     --accept-loss gives them up.
     """
     asked = _restore(load_settings(), replication, new_journal, republish, accept_loss, dry_run, as_json)
-    _run_until_stopped(asked, "repeat the command to continue")
+    _run_until_stopped(asked)
 
 
 async def _restore(
@@ -335,13 +335,13 @@ async def _restore(
     return 0
 
 
-def _run_until_stopped(work: Coroutine[Any, Any, int], word: str) -> NoReturn:
+def _run_until_stopped(work: Coroutine[Any, Any, int]) -> NoReturn:
     """Runs `work` until it ends or is stopped by a signal; exits with the code that it returns, or with 1
     when it is refused.
     """
     few_collections()
     try:
-        sys.exit(run_until_stopped(work, word))
+        sys.exit(run_until_stopped(work, "repeat the command to continue"))
     except (RebuildRefused, NoReadModel) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
@@ -379,7 +379,7 @@ class VerbCall(NamedTuple):
 
 
 def _run(call: VerbCall, work: Callable[[ModelRebuild], Awaitable[RebuildResult]]) -> NoReturn:
-    _run_until_stopped(_each(load_settings(), call, work), "repeat the command to continue")
+    _run_until_stopped(_each(load_settings(), call, work))
 
 
 async def _each(
