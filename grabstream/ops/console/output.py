@@ -5,12 +5,13 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NoReturn
 
 import click
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from grabstream.ops.console.terminal import visible
 
@@ -77,6 +78,25 @@ class Output(Console):
 
 
 console = Output()
+#: Prints text from outside: ids may look like rich's markup (`[x]`) or emoji (`:fire:`).
+plain_console = Output(markup=False, emoji=False, highlight=False)
+
+
+def say(words: str | Text) -> None:
+    """Prints text as it is; the terminal wraps a long line."""
+    plain_console.print(words, soft_wrap=True)
+
+
+def complain(message: object) -> None:
+    """Prints one line on standard error."""
+    click.echo(f"grabstream: {message}", err=True)
+
+
+def refuse(message: object, code: int = 1) -> NoReturn:
+    """Prints one line on standard error, and ends the process with this exit code."""
+    complain(message)
+    sys.exit(code)
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

@@ -6,7 +6,6 @@ Cursor and rows are committed together, so a process may end at any time.
 """
 
 import asyncio
-import gc
 import os
 import pickle
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from grabstream.models.journal import Cursor
+from grabstream.runtime.collecting import collect_rarely
 from grabstream.streams.clients import in_words
 from grabstream.streams.rebuilding.reading import RebuildRefused
 
@@ -93,7 +93,7 @@ async def _done(process: Process) -> None:
 
 
 def _main() -> None:
-    gc.set_threshold(50_000, 20, 50)
+    collect_rarely()
     parent, load, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started us
     try:
         asyncio.run(load(*arguments, require_parent(parent)))

@@ -160,3 +160,9 @@ def test_a_character_whose_bytes_come_in_two_writes(real_terminal: tuple[io.Text
     terminal.buffer.flush()
     assert os.read(reader, 100).decode() == "é\\u202e\\xff\r\n"
     assert (terminal.isatty(), terminal.fileno()) == (True, stream.fileno())
+
+
+def test_what_is_said_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids of campaigns and of their offers may look like emoji, and reasons like rich's markup."""
+    output.say("offer:fire:1 [red]x[/red] 'y'")
+    assert capsys.readouterr().out == "offer:fire:1 [red]x[/red] 'y'\n"

@@ -29,20 +29,18 @@ from grabstream.ops.commands.offers.approving import (
 from grabstream.ops.commands.offers.fields import pairs_of
 from grabstream.ops.commands.offers.through_a_gate import (
     carry_out,
-    complain,
     complain_of_all,
     make_command,
     offer_argument,
     operator_option,
     operator_options,
-    plain_console,
     print_answers,
     progress_bar,
     read_text,
     ready_settings,
 )
 from grabstream.ops.console.arguments import require_id_alone
-from grabstream.ops.console.output import json_option, print_json
+from grabstream.ops.console.output import complain, json_option, plain_console, print_json
 from grabstream.ops.formats.offer_files import BadOfferFile, read_changes
 from grabstream.settings import Settings
 

@@ -39,7 +39,16 @@ from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.refusal_words import words_of
 from grabstream.ops.commands.offers.approving import approval_option, sign_option, with_approvals
 from grabstream.ops.commands.offers.fields import field_options
-from grabstream.ops.console.output import Output, json_option, print_json, table
+from grabstream.ops.console.output import (
+    Output,
+    complain,
+    counted,
+    json_option,
+    plain_console,
+    print_json,
+    say,
+    table,
+)
 from grabstream.ops.console.progress import bar
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
 from grabstream.ops.formats.offer_plan import PLAN_COLUMNS, plan_rows
@@ -55,8 +64,6 @@ OFFERS_SHOWN_MAX: Final = 20
 #: How many envelope parts a gate draws and writes per millisecond at least, next to other work.
 PARTS_A_MILLISECOND: Final = 50
 
-#: Prints text from outside: ids may look like rich's markup (`[x]`) or emoji (`:fire:`).
-plain_console = Output(markup=False, emoji=False, highlight=False)
 _errors = Output(stderr=True, markup=False, emoji=False, highlight=False)
 
 id_option = click.option(
@@ -123,11 +130,6 @@ def progress_bar(quiet: bool) -> Progress:
         TimeRemainingColumn(),
         console=_errors, disable=quiet or not _errors.is_terminal,
     )  # fmt: skip
-
-
-def complain(message: str) -> None:
-    """Prints one line on standard error."""
-    click.echo(f"grabstream: {message}", err=True)
 
 
 def complain_of_all(error: BadOfferFile) -> None:
@@ -205,7 +207,7 @@ def print_answers(
         )
         words = Text.assemble((answer.outcome, "green" if answer.positive else "red"), why, "  ", rest)
         # Not wrapped at the terminal's width, so that grep finds whole lines.
-        plain_console.print(words, soft_wrap=True)
+        say(words)
 
 
 week_option = click.option(
@@ -303,10 +305,9 @@ def _open_all(opens: Sequence[Open], as_json: bool, week: str | None) -> None:
     answers: list[Answer] = []
     trouble = None
     for zone in asyncio.run(_zones_without_views(settings, opens)):
-        click.echo(
-            f"grabstream: PostgreSQL does not know the time zone {zone}: the views `limits` and "
-            "`results_by_week` will use UTC for it until PostgreSQL is updated. Decisions are not affected",
-            err=True,
+        complain(
+            f"PostgreSQL does not know the time zone {zone}: the views `limits` and "
+            "`results_by_week` will use UTC for it until PostgreSQL is updated. Decisions are not affected"
         )
     try:
         with progress_bar(quiet=as_json or len(opens) <= OPENED_AT_ONCE_MAX) as progress:

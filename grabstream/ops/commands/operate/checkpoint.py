@@ -1,7 +1,6 @@
 """`checkpoint`: signed heads of all shards."""
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import click
 
 from grabstream.connections.opening import check_system, checked_books
 from grabstream.models.bounds import counted
-from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
+from grabstream.ops.console.output import WholeNumber, complain, console, json_option, print_json, refuse, say
 from grabstream.ops.formats.replay_request import ObjectAddress
 from grabstream.ops.verification.checkpoints import NewCheckpoint, make_checkpoint
 from grabstream.ops.verification.checks import Say
@@ -72,13 +71,12 @@ def checkpoint(
         if output is None:
             click.echo(text, nl=False)
             for line in made.ignored.in_words():
-                click.echo(f"grabstream: {line}", err=True)
+                complain(line)
             return
         lock = None if lock_days is None else lock_of(lock_days, lock_mode or "compliance")
         written = write_new(output, text, settings.store_login, lock)
     except BadCheckpoint as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
     if as_json:
         print_json(_report(written, made))
     else:
@@ -103,9 +101,9 @@ def _print(written: WrittenFile, made: NewCheckpoint, is_object: bool) -> None:
         words += f" Locked until {in_words(written.lock)}."
     elif is_object:
         words += " Not locked: anyone with write access can replace it (--lock-days)."
-    console.print(words, highlight=False, markup=False, soft_wrap=True)
+    say(words)
     for line in made.ignored.in_words():
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line)
 
 
 async def _make(settings: Settings, report: Say) -> NewCheckpoint:

@@ -13,7 +13,7 @@ import click
 from rich.text import Text
 
 from grabstream.connections.opening import checked_books
-from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
+from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, refuse
 from grabstream.ops.diagnosis.examination import (
     NOT_ALLOWED,
     Examination,
@@ -66,8 +66,7 @@ def doctor(watch: float | None, archive: Path | str | None, as_json: bool) -> No
         try:
             examination = asyncio.run(examine(settings, archive=store))
         except BadArchive as error:
-            click.echo(f"grabstream: {error}", err=True)
-            sys.exit(1)
+            refuse(error)
         if as_json:
             print_json(as_json_of(examination))
         else:
@@ -91,11 +90,7 @@ def dismiss(finding: int, reason: str, operator: str, as_json: bool) -> None:
     again. Exit code 1: there is no open finding with this number.
     """
     if not asyncio.run(_dismiss(finding, operator, reason)):
-        click.echo(
-            f"grabstream: no open finding has the number {finding}; `grabstream doctor` shows the numbers",
-            err=True,
-        )
-        sys.exit(1)
+        refuse(f"no open finding has the number {finding}; `grabstream doctor` shows the numbers")
     if as_json:
         print_json({"finding": finding, "dismissed_by": operator, "reason": reason})
     else:

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import gc
 import ipaddress
 import logging
 import signal
@@ -67,6 +66,7 @@ from grabstream.ops.console.stopping import (
     end_in_time,
     stop_on_signals,
 )
+from grabstream.runtime.collecting import collect_rarely
 from grabstream.runtime.ending import running
 from grabstream.settings import GATEWAY_PORT, BadSettings, Settings, listed, load_settings
 
@@ -109,7 +109,7 @@ def gateway(host: str, port: int, processes: int, number: int | None, as_json: b
     if settings.gateway_authentication == "none":
         require_loopback(host, port)
     log.setLevel(logging.INFO)
-    gc.set_threshold(50_000, 20, 50)
+    collect_rarely()
     try:
         bound = bind(host, port, is_shared=number is not None)
     except OSError as error:

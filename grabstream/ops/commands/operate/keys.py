@@ -1,7 +1,6 @@
 """`keys`: API keys of the services that call a gateway."""
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from itertools import chain
@@ -19,7 +18,7 @@ from grabstream.models.identifiers import is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.ops.console.arguments import grace_option
-from grabstream.ops.console.output import console, json_option, print_json, table
+from grabstream.ops.console.output import console, json_option, print_json, refuse, table
 from grabstream.ops.formats.written_values import read_duration, read_time
 from grabstream.projections.tables import api_keys
 from grabstream.projections.tables.api_keys import ApiKey, ApiKeyRefused
@@ -171,8 +170,7 @@ def _changed(make: Change, dry_run: bool) -> ApiKey:
     try:
         return asyncio.run(change())
     except ApiKeyRefused as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
 
 
 def _show_change(key: ApiKey, what: str, secret: str | None, dry_run: bool, as_json: bool) -> None:

@@ -1,7 +1,6 @@
 """`reseal`: for a rotation of the seal keys: reseals the secrets in the tables, and retires old keys."""
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -15,7 +14,7 @@ from grabstream.connections.seal_keys import require_seal_keys
 from grabstream.connections.user_keys import SEALED_FOR as USER_KEYS_SEALED_FOR
 from grabstream.crypto.sealing import CannotOpen, Sealer
 from grabstream.ops.console.arguments import require_id_alone
-from grabstream.ops.console.output import console, json_option, print_json, table
+from grabstream.ops.console.output import console, json_option, print_json, refuse, say, table
 from grabstream.ops.diagnosis.books import read_last_seqs
 from grabstream.ops.diagnosis.seal_keys import in_words
 from grabstream.projections import cursors
@@ -62,8 +61,7 @@ def reseal(retire: str | None, dry_run: bool, as_json: bool) -> None:
     try:
         done = asyncio.run(_reseal(settings, retire, dry_run))
     except (CannotRetire, CannotOpen) as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
     if as_json:
         print_json(done)
         return
@@ -74,7 +72,7 @@ def reseal(retire: str | None, dry_run: bool, as_json: bool) -> None:
     if retire:
         console.print(f"Key {retire} {'would be' if dry_run else 'is'} retired.", highlight=False)
     for note in done["notes"]:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        say(note)
     rows = ((key, one["state"], one["needed_for"] or "nothing") for key, one in done["keys"].items())
     console.print(table("Seal keys", ("key", "state", "needed for"), rows))
 

@@ -6,7 +6,7 @@ import sys
 import click
 
 from grabstream.connections.opening import checked_books
-from grabstream.ops.console.output import json_option, print_json
+from grabstream.ops.console.output import complain, json_option, print_json
 from grabstream.projections.database.system import schemas_of
 from grabstream.settings import Settings, load_settings
 
@@ -27,7 +27,7 @@ def schemas(as_json: bool) -> None:
         for name in found:
             click.echo(name)
     if not found:
-        click.echo("grabstream: the database has no schema of this system (GRAB_SCHEMA)", err=True)
+        complain("the database has no schema of this system (GRAB_SCHEMA)")
         sys.exit(1)
 
 

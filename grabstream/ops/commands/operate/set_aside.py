@@ -18,7 +18,7 @@ from grabstream.models.bounds import counted
 from grabstream.models.currencies import shown_amount
 from grabstream.models.journal import Cursor, named
 from grabstream.models.transfers import transfers_of
-from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
+from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, refuse, say
 from grabstream.projections import cursors
 from grabstream.projections.cursors import CursorMoved, Stop
 from grabstream.projections.database.migrate import PROJECTIONS
@@ -102,7 +102,7 @@ def _run(
     try:
         stop, stopped = asyncio.run(_look(settings, projection, shard))
     except CannotSetAside as error:
-        _refuse(str(error))
+        refuse(str(error))
     if as_json:
         shown = _as_json(stop, stopped)
     else:
@@ -122,7 +122,7 @@ def _run(
     try:
         asyncio.run(_set_aside(settings, stop, stopped, str(reason).strip(), str(operator).strip()))
     except CursorMoved as error:
-        _refuse(f"{error}; see the present state with --dry-run")
+        refuse(f"{error}; see the present state with --dry-run")
     outcome = asyncio.run(_await_progress(settings, projection, shard, stopped.after, wait))
     if as_json:
         print_json({**shown, "done": True, "reason": reason, "operator": operator, **outcome})
@@ -147,18 +147,13 @@ def retry(projection: str, shard: int, wait: float, as_json: bool) -> None:
     try:
         before = asyncio.run(_let_go_on(settings, projection, shard))
     except CannotSetAside as error:
-        _refuse(str(error))
+        refuse(str(error))
     outcome = asyncio.run(_await_progress(settings, projection, shard, before, wait))
     if as_json:
         print_json({"projection": projection, "shard": shard, **outcome})
     else:
         console.print(_in_words(projection, shard, outcome), highlight=False, markup=False)
     sys.exit(1 if outcome["stopped"] else 0)
-
-
-def _refuse(message: str) -> Any:
-    click.echo(f"grabstream: {message}", err=True)
-    sys.exit(1)
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -312,9 +307,6 @@ def _as_json(stop: Stop, stopped: StoppedRecord) -> dict[str, Any]:
 
 
 def _print_stopped_record(stop: Stop, stopped: StoppedRecord) -> None:
-    def say(words: str) -> None:
-        console.print(words, highlight=False, markup=False, soft_wrap=True)
-
     say(
         f"{stop.projection} stopped at shard {stop.shard} on {stop.stopped_at:%Y-%m-%d %H:%M:%S %Z}: "
         f"{stop.reason}"
@@ -351,6 +343,4 @@ def _print_list(rows: list[set_aside_table.SetAsideRecord], as_json: bool) -> No
     elif not rows:
         console.print("Nothing is set aside.")
     for row in () if as_json else rows:
-        console.print(
-            f"{row.at:%Y-%m-%d %H:%M:%S}  {row.in_words()}", highlight=False, markup=False, soft_wrap=True
-        )
+        say(f"{row.at:%Y-%m-%d %H:%M:%S}  {row.in_words()}")

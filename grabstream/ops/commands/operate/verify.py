@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from grabstream.connections.opening import check_system
 from grabstream.models.bounds import counted
-from grabstream.ops.console.output import console, json_option, print_json
+from grabstream.ops.console.output import console, json_option, print_json, refuse
 from grabstream.ops.console.progress import Steps
 from grabstream.ops.formats.replay_request import ArchiveAddress, ObjectAddress
 from grabstream.ops.verification.checkpoints import Given, read_checkpoint
@@ -87,8 +87,7 @@ def verify(
         store = None if archive is None else settings.store(archive)
         checks = _run(settings, wait, quick, checkpoint, store, as_json)
     except (BadCheckpoint, BadArchive) as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
     if as_json:
         print_json([{**check._asdict(), "passed": check.passed} for check in checks])
     else:

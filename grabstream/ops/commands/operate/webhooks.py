@@ -2,9 +2,8 @@
 
 import asyncio
 import secrets
-import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 from psycopg import AsyncConnection
@@ -14,7 +13,7 @@ from grabstream.connections.seal_keys import require_seal_keys
 from grabstream.models.events import CURRENT_VERSIONS
 from grabstream.models.identifiers import is_id
 from grabstream.ops.console.arguments import grace_option
-from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
+from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, refuse, say, table
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
 from grabstream.projections.tables import webhooks as stored
 from grabstream.projections.tables.webhooks import Delivery, TooMany, Webhook
@@ -88,12 +87,12 @@ def add(url: str, types: Sequence[str], offers: Sequence[str], from_time: str | 
     try:
         added = _ask(settings, insert)
     except TooMany as error:
-        _refuse(str(error))
+        refuse(str(error))
     if as_json:
         print_json({**_as_json(added), "secret": secret})
     else:
-        _say(f"{name} sends {_wanted(added)} to {url}, from {show_time(added.from_ms)} UTC on.")
-        _say(f"Secret, shown only once: {secret}")
+        say(f"{name} sends {_wanted(added)} to {url}, from {show_time(added.from_ms)} UTC on.")
+        say(f"Secret, shown only once: {secret}")
 
 
 @webhooks.command(name="list")
@@ -136,7 +135,7 @@ def show(webhook: str, as_json: bool) -> None:
     (found, waiting, parked), first = _ask(load_settings(), read)
     one = next((one for one in found if one.webhook == webhook), None)
     if one is None:
-        _refuse(f"there is no webhook {webhook}: `grabstream webhooks list` shows them")
+        refuse(f"there is no webhook {webhook}: `grabstream webhooks list` shows them")
     shown = {
         **_as_json(one), "waiting": waiting.get(webhook, 0), "parked": parked.get(webhook, 0),
         "problem": next((delivery.problem for delivery in first if delivery.problem), None),
@@ -146,7 +145,7 @@ def show(webhook: str, as_json: bool) -> None:
         return
     for name, value in shown.items():
         if value is not None:
-            _say(f"{name:<14} {value if not isinstance(value, list) else ', '.join(value) or 'all'}")
+            say(f"{name:<14} {value if not isinstance(value, list) else ', '.join(value) or 'all'}")
 
 
 def _webhook_command(function: Callable[..., Any]) -> Any:
@@ -186,16 +185,16 @@ def rotate(webhook: str, grace_ms: int, as_json: bool) -> None:
     sealed = sealer(settings).seal(0, webhook, SEALED_FOR, secret)
     rotated = _ask(settings, lambda connection: stored.rotate(connection, webhook, sealed, grace_ms))
     if rotated is None:
-        _refuse(f"there is no webhook {webhook}: `grabstream webhooks list` shows them")
+        refuse(f"there is no webhook {webhook}: `grabstream webhooks list` shows them")
     if as_json:
         print_json({**_as_json(rotated), "secret": secret})
         return
     until = rotated.previous_until
     if until is None:
-        _say(f"{webhook} has a new secret; the previous one no longer signs.")
+        say(f"{webhook} has a new secret; the previous one no longer signs.")
     else:
-        _say(f"{webhook} has a new secret; the previous one also signs until {until:%Y-%m-%d %H:%M:%SZ}.")
-    _say(f"Secret, shown only once: {secret}")
+        say(f"{webhook} has a new secret; the previous one also signs until {until:%Y-%m-%d %H:%M:%SZ}.")
+    say(f"Secret, shown only once: {secret}")
 
 
 @webhooks.command()
@@ -227,11 +226,11 @@ def resend(webhook: str, offer: str | None, as_json: bool) -> None:
     """Send parked and failed events of WEBHOOK again at once, in order. Exit code 1: there are none."""
     count = _ask(load_settings(), lambda connection: stored.resend(connection, webhook, offer))
     if not count:
-        _refuse(f"no event is parked, or has failed, for {webhook}{f' of offer {offer}' if offer else ''}")
+        refuse(f"no event is parked, or has failed, for {webhook}{f' of offer {offer}' if offer else ''}")
     if as_json:
         print_json({"webhook": webhook, "resent": count})
     else:
-        _say(f"{count:,} {'delivery' if count == 1 else 'deliveries'} will be sent again.")
+        say(f"{count:,} {'delivery' if count == 1 else 'deliveries'} will be sent again.")
 
 
 @webhooks.command()
@@ -246,11 +245,11 @@ def discard(webhook: str, event: str, as_json: bool) -> None:
     if named is None:
         raise click.BadParameter(f"must be written as SHARD-SEQ, got {event!r}", param_hint="EVENT")
     if not _ask(load_settings(), lambda connection: stored.discard(connection, webhook, *named)):
-        _refuse(f"{event} is neither waiting nor parked for {webhook}")
+        refuse(f"{event} is neither waiting nor parked for {webhook}")
     if as_json:
         print_json({"webhook": webhook, "event": event, "discarded": True})
     else:
-        _say(f"{event} will not be sent to {webhook}.")
+        say(f"{event} will not be sent to {webhook}.")
 
 
 # -- in common -----------------------------------------------------------------------------------------------
@@ -277,20 +276,11 @@ def _change(
     webhook: str, change: Callable[[AsyncConnection[Any]], Awaitable[bool]], state: str, as_json: bool
 ) -> None:
     if not _ask(load_settings(), change):
-        _refuse(f"there is no webhook {webhook}: `grabstream webhooks list` shows them")
+        refuse(f"there is no webhook {webhook}: `grabstream webhooks list` shows them")
     if as_json:
         print_json({"webhook": webhook, "state": state})
     else:
-        _say(f"{webhook} is {state}.")
-
-
-def _refuse(message: str) -> NoReturn:
-    click.echo(f"grabstream: {message}", err=True)
-    sys.exit(1)
-
-
-def _say(words: str) -> None:
-    console.print(words, highlight=False, markup=False, soft_wrap=True)
+        say(f"{webhook} is {state}.")
 
 
 def _wanted(webhook: Webhook) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import gc
 import logging
 import os
 import signal
@@ -61,6 +60,7 @@ from grabstream.projections.database.migrate import PROJECTIONS as READ_MODELS
 from grabstream.projections.database.sessions import bound_locks, connect
 from grabstream.projections.database.system import Identity
 from grabstream.projections.tables.demand import record
+from grabstream.runtime.collecting import collect_rarely
 from grabstream.runtime.ending import first_to_end, running
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble
@@ -114,9 +114,7 @@ def worker(roles: str) -> None:
         log_as_json()
     settings.require_seal_keys()
     worker_log.setLevel(logging.INFO)
-    # Garbage collection would search thousands of short-lived events for cycles, which is a tenth of the
-    # work.
-    gc.set_threshold(50_000, 20, 50)
+    collect_rarely()
     chosen = [role.strip() for role in roles.split(",") if role.strip()]
     unknown = sorted(set(chosen) - set(ROLES))
     if unknown or not chosen:

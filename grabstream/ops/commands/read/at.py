@@ -1,7 +1,5 @@
 """`at`: shows the past. A bounded replay fills a schema, which is read and dropped again."""
 
-import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, nullcontext
@@ -16,13 +14,22 @@ from grabstream.connections.opening import check_system
 from grabstream.models.currencies import shown_amount, shown_number
 from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.commands.read.show import print_offer, read_offer
-from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
+from grabstream.ops.console.output import (
+    WholeNumber,
+    complain,
+    console,
+    json_option,
+    print_json,
+    refuse,
+    table,
+)
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
 from grabstream.ops.formats.replay_request import ReplayRequest, request, source_option
 from grabstream.projections.database.migrate import drop_statement, use_schema
 from grabstream.projections.database.sessions import connect
+from grabstream.runtime.collecting import collect_rarely
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.history.sources import Source
 from grabstream.streams.replaying import replay as replaying
@@ -85,7 +92,7 @@ def at(
         raise click.UsageError(
             f"--keep {keep!r} cannot name a schema: use at most 48 of the characters a-z 0-9 _"
         )
-    gc.set_threshold(50_000, 20, 50)
+    collect_rarely()
     asked = request(settings, source, (), (str(at_ms),), (), offers, users)
     rows_max = 20 if limit is None else limit
     try:
@@ -93,17 +100,13 @@ def at(
             _run(settings, asked, at_ms, keep, None if as_json and limit is None else rows_max)
         )
     except (NothingThen, ReplayRefused, NoTrail, Corrupt, Gap) as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
     if as_json:
         print_json(shown)
     else:
         _print(shown, rows_max)
     if keep is not None:
-        click.echo(
-            f"grabstream: the result is kept in schema {keep}; `{drop_statement(keep)}` removes it",
-            err=True,
-        )
+        complain(f"the result is kept in schema {keep}; `{drop_statement(keep)}` removes it")
 
 
 async def _run(

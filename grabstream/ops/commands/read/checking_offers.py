@@ -12,13 +12,11 @@ from grabstream.models.commands import Open
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import terms_of
 from grabstream.ops.commands.offers.through_a_gate import (
-    complain,
     complain_of_all,
-    plain_console,
     plan_of,
     read_text,
 )
-from grabstream.ops.console.output import print_json
+from grabstream.ops.console.output import complain, counted, plain_console, print_json, say
 from grabstream.ops.formats.offer_comparison import OfferDifference, differences_of
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
 from grabstream.settings import Settings, load_settings
@@ -59,7 +57,7 @@ def check_offers(file: Path, form: Form | None, week: str | None, as_json: bool)
         )
     else:
         for difference in differences:
-            plain_console.print(difference.line(), soft_wrap=True)
+            say(difference.line())
         week_suffix = f" of {plan.week}" if plan.week else ""
         found = counted(len(differences), "differences") if differences else "no difference"
         plain_console.print(f"{counted(len(opens), 'offers')}{week_suffix} in the file: {found}")

@@ -1,7 +1,6 @@
 """`offers`: lists offers from the view `offers`, page by page, or compares them with a file."""
 
 import asyncio
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -17,9 +16,17 @@ from grabstream.models.events import KINDS
 from grabstream.models.identifiers import is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
-from grabstream.ops.commands.offers.through_a_gate import plain_console, week_option
+from grabstream.ops.commands.offers.through_a_gate import week_option
 from grabstream.ops.commands.read.checking_offers import check_offers
-from grabstream.ops.console.output import WholeNumber, json_option, print_json, table
+from grabstream.ops.console.output import (
+    WholeNumber,
+    counted,
+    json_option,
+    plain_console,
+    print_json,
+    refuse,
+    table,
+)
 from grabstream.ops.formats.offer_files import Form
 from grabstream.ops.formats.written_values import read_duration
 from grabstream.settings import Settings, load_settings
@@ -137,12 +144,7 @@ def offers(
     try:
         found = asyncio.run(_read(load_settings(), wanted, chosen))
     except UnknownPageStart:
-        click.echo(
-            f"grabstream: --after {after}: the read models have no such offer; leave it out for the first "
-            "page",
-            err=True,
-        )
-        sys.exit(1)
+        refuse(f"--after {after}: the read models have no such offer; leave it out for the first page")
     if as_json:
         print_json(found)
     else:

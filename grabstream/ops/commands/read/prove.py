@@ -1,7 +1,6 @@
 """`prove` and `verify-proof`: a file that proves one grab, and its check."""
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ import click
 from grabstream.connections.opening import check_system, checked_books
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import is_id
-from grabstream.ops.console.output import console, json_option, print_json
+from grabstream.ops.console.output import console, json_option, print_json, refuse
 from grabstream.ops.formats.replay_request import ObjectAddress
 from grabstream.ops.verification.checkpoints import read_checkpoint
 from grabstream.ops.verification.evidence import BadCheckpoint, sealed_json, write_new
@@ -90,8 +89,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (BadCheckpoint, NotProved) as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
 
 
 async def _make(settings: Settings, against: Path | BucketAddress, offer: str, user: str, grab: str) -> Proof:

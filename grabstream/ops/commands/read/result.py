@@ -19,7 +19,7 @@ from grabstream.extras import INSTALL_ANALYSTS, installed
 from grabstream.models.bounds import counted
 from grabstream.models.currencies import DECIMALS, shown_amount, shown_number
 from grabstream.models.money import Invalid
-from grabstream.ops.console.output import console, json_option, print_json, table
+from grabstream.ops.console.output import complain, console, json_option, print_json, refuse, table
 from grabstream.ops.formats.weekly_plan import monday_of
 from grabstream.projections.definitions.dictionary import VIEWS
 from grabstream.settings import Settings, load_settings
@@ -86,13 +86,11 @@ def result(week: str | None, campaign: str | None, form: str | None, as_json: bo
     try:
         found = asyncio.run(_read(load_settings(), week, campaign))
     except NoOfferInWeek as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
     for stop in found.pop("stopped"):
-        click.echo(
-            f"grabstream: {stop['projection']} has stopped at shard {stop['shard']}, so the result lacks "
-            "later events: see `grabstream doctor`",
-            err=True,
+        complain(
+            f"{stop['projection']} has stopped at shard {stop['shard']}, so the result lacks "
+            "later events: see `grabstream doctor`"
         )
     _PRINT["json" if as_json else form or "table"](found)
 

@@ -14,7 +14,15 @@ from grabstream.connections.opening import checked_books
 from grabstream.models.bounds import counted
 from grabstream.models.currencies import shown_amount
 from grabstream.models.offers import TIME_MS_MAX
-from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
+from grabstream.ops.console.output import (
+    WholeNumber,
+    complain,
+    console,
+    counted,
+    json_option,
+    print_json,
+    table,
+)
 from grabstream.ops.formats.moments import show_time
 from grabstream.settings import Settings, load_settings
 
@@ -42,10 +50,7 @@ def show(offer: str, limit: int, as_json: bool) -> None:
 
 def complain_of_unknown_offer(offer: str) -> None:
     """Prints on standard error that the read models do not have an offer."""
-    click.echo(
-        f"grabstream: the read models have no offer {offer!r} (a new offer appears there within moments)",
-        err=True,
-    )
+    complain(f"the read models have no offer {offer!r} (a new offer appears there within moments)")
 
 
 async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | None:

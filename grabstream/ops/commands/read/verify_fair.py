@@ -13,7 +13,7 @@ from grabstream.models.events import AnyEvent
 from grabstream.models.fairness import CannotVerify, Fairness, verify_fairness
 from grabstream.models.identifiers import is_id
 from grabstream.models.journal import Corrupt, Gap
-from grabstream.ops.console.output import console, json_option, print_json
+from grabstream.ops.console.output import console, json_option, print_json, refuse
 from grabstream.ops.formats.replay_request import source_option
 from grabstream.ops.history import read_events
 from grabstream.settings import Settings, load_settings
@@ -35,11 +35,9 @@ def verify_fair(offer: str, source: Literal["journal", "audit"], as_json: bool) 
     try:
         result = asyncio.run(_verify(load_settings(), offer, source))
     except CannotVerify as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(2)
+        refuse(error, 2)
     except (NoTrail, Corrupt, Gap) as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
     if as_json:
         print_json(
             {

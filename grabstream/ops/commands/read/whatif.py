@@ -1,6 +1,5 @@
 """`whatif`: past commands decided again under changed terms, with the difference as a report."""
 
-import gc
 import json
 import secrets
 import sys
@@ -27,13 +26,22 @@ from grabstream.models.runs import singles
 from grabstream.models.whatif.numbers import Numbers
 from grabstream.models.whatif.twins import CannotChange, Differs, Twins, type_of
 from grabstream.ops.commands.offers.through_a_gate import complain_of_all, plain_console, read_text
-from grabstream.ops.console.output import WholeNumber, json_option, print_json, table
+from grabstream.ops.console.output import (
+    WholeNumber,
+    counted,
+    json_option,
+    plain_console,
+    print_json,
+    refuse,
+    table,
+)
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.offer_files import BadOfferFile, form_of
 from grabstream.ops.formats.replay_request import archive_option, require_archive, source_option
 from grabstream.ops.formats.whatif_files import WhatIf, read_whatif
+from grabstream.runtime.collecting import collect_rarely
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.history.chunks import Point, up_to
 from grabstream.streams.history.sources import Source
@@ -121,13 +129,11 @@ def whatif(
     except BadOfferFile as error:
         complain_of_all(error)
         sys.exit(2)
-    # Thousands of short-lived objects: see `worker`.
-    gc.set_threshold(50_000, 20, 50)
+    collect_rarely()
     try:
         report = run_until_stopped(_run(load_settings(), asked, source, archive, output, limit))
     except (NoResult, Differs, CannotChange, NoTrail, Corrupt, Gap) as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
     if as_json:
         print_json(report)
     else:

@@ -20,7 +20,7 @@ from grabstream.models.identifiers import is_id
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.models.transfers import transfers_of
 from grabstream.ops.commands.read.show import complain_of_unknown_offer
-from grabstream.ops.console.output import console, json_option, print_json
+from grabstream.ops.console.output import complain, console, json_option, print_json
 from grabstream.ops.diagnosis.counters import Counted
 from grabstream.ops.diagnosis.evidence import BooksEvidence, is_about, read_books, read_redis
 from grabstream.ops.diagnosis.story import Moment, tell
@@ -51,7 +51,7 @@ def why(user: str, offer: str, as_json: bool) -> None:
     if evidence is None:
         complain_of_unknown_offer(offer)
         if asyncio.run(gather(settings, offer, user))[0] is not None:
-            click.echo(f"grabstream: {user} is an offer: `grabstream why {offer} {user}`", err=True)
+            complain(f"{user} is an offer: `grabstream why {offer} {user}`")
         sys.exit(1)
     story = tell(evidence)
     if as_json:

@@ -11,7 +11,7 @@ import click
 from grabstream.connections.opening import check_system
 from grabstream.models.bounds import counted
 from grabstream.ops.commands.rebuild.replay import EXIT_BROKEN_PIPE
-from grabstream.ops.console.output import WholeNumber, json_option, print_json
+from grabstream.ops.console.output import WholeNumber, complain, counted, json_option, print_json
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.settings import Settings, load_settings
@@ -54,7 +54,7 @@ def dump(shards: Sequence[int], dry_run: bool, as_json: bool) -> None:
     elif dry_run:
         click.echo(f"Would write {counted(report['records'], 'records')} of {report['topic']}.")
     else:
-        click.echo(f"grabstream: {counted(report['records'], 'records')} of {report['topic']}", err=True)
+        complain(f"{counted(report['records'], 'records')} of {report['topic']}")
 
 
 async def _dump(settings: Settings, shards: Sequence[int], dry_run: bool) -> dict[str, Any]:

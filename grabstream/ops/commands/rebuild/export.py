@@ -1,7 +1,5 @@
 """`export` and `verify-archive`: the lines of the journal as Parquet files, partitioned by day and shard."""
 
-import gc
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -18,7 +16,7 @@ from grabstream.extras import INSTALL_ANALYSTS, installed
 from grabstream.models.bounds import counted
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.ops.commands.operate.worker import step_of
-from grabstream.ops.console.output import WholeNumber, json_option, print_json
+from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json, refuse
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import ArchiveAddress, source_option
@@ -26,6 +24,7 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.tables import set_aside
 from grabstream.projections.tables.set_aside import SetAsideRecord
+from grabstream.runtime.collecting import collect_rarely
 from grabstream.settings import BadSettings, Settings, load_settings
 from grabstream.streams.history.archive import Archive, ArchiveSystem, open_archive
 from grabstream.streams.history.archive_source import parts_in
@@ -63,8 +62,7 @@ def export(archive: Path | str, source: str, shards: Sequence[int], dry_run: boo
             f"--shard {wrong[0]}: the system has {counted(settings.shards, 'shards')}, 0 to "
             f"{settings.shards - 1}"
         )
-    # Thousands of short-lived objects: see `worker`.
-    gc.set_threshold(50_000, 20, 50)
+    collect_rarely()
     chosen = sorted(set(shards)) or list(range(settings.shards))
     with _refusing():
         work = _export(settings, settings.store(archive), source, chosen, dry_run)
@@ -107,8 +105,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (Corrupt, Gap, NoTrail, ArchiveInUse, CannotWrite, EncoderEnded) as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
 
 
 def _check(archive: Archive) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`follow`: runs or rebuilds a user projection, or hands events on to a sink."""
 
-import gc
 import importlib
 import os
 import sys
@@ -14,10 +13,11 @@ from grabstream.connections.opening import check_system, system_of
 from grabstream.models.bounds import counted
 from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.commands.operate.worker import step_of
-from grabstream.ops.console.output import json_option, print_json
+from grabstream.ops.console.output import json_option, print_json, refuse
 from grabstream.ops.console.progress import ProgressLine, ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.following import follow_into
+from grabstream.runtime.collecting import collect_rarely
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.following.sinks import EventSink, FileSink, SinkDamaged
 from grabstream.streams.following.user_projection import CannotRun, Projection
@@ -46,7 +46,7 @@ def follow(projection: str, rebuild: bool, as_json: bool) -> None:
     """
     settings = load_settings()
     found = _load(projection)
-    gc.set_threshold(50_000, 20, 50)
+    collect_rarely()
     try:
         if isinstance(found, Projection):
             _run(settings, found, rebuild, as_json)
@@ -59,8 +59,7 @@ def follow(projection: str, rebuild: bool, as_json: bool) -> None:
                 follow_into(settings, found, step=step_of(settings), report=_catching_up(projection))
             )
     except (CannotRun, SinkDamaged, Corrupt, Gap) as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
 
 
 def _catching_up(what: str) -> Callable[[int, int], None]:

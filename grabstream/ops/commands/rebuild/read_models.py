@@ -3,7 +3,6 @@ transaction. Also rebuilds the journal and Redis.
 """
 
 import functools
-import gc
 import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -18,7 +17,7 @@ from grabstream.ops.commands.operate.worker import step_of
 from grabstream.ops.commands.rebuild.redis_shards import redis_command
 from grabstream.ops.commands.rebuild.results import RebuildResult, print_result
 from grabstream.ops.commands.rebuild.steps import STATES, EventSource, ModelRebuild, SwitchOptions
-from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
+from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, refuse
 from grabstream.ops.console.progress import ProgressLine
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import archive_option, require_archive
@@ -30,6 +29,7 @@ from grabstream.ops.initialization import (
 )
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import NoReadModel
+from grabstream.runtime.collecting import collect_rarely
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildRefused, open_rebuild
 from grabstream.streams.rebuilding.restore import Restore
@@ -339,23 +339,15 @@ def _run_until_stopped(work: Coroutine[Any, Any, int]) -> NoReturn:
     """Runs `work` until it ends or is stopped by a signal; exits with the code that it returns, or with 1
     when it is refused.
     """
-    few_collections()
+    collect_rarely()
     try:
         sys.exit(run_until_stopped(work, "repeat the command to continue"))
     except (RebuildRefused, NoReadModel) as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
 
 
 def _show(line: ProgressLine, what: str, progress: RebuildProgress) -> None:
     line(what, progress.step, progress.done, progress.total, progress.rate)
-
-
-def few_collections() -> None:
-    """Makes garbage collection rarer: searching thousands of short-lived events for cycles is a tenth of the
-    work.
-    """
-    gc.set_threshold(50_000, 20, 50)
 
 
 # -- running the steps ---------------------------------------------------------------------------------------

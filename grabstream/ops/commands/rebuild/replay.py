@@ -1,7 +1,6 @@
 """`replay`: replays past events into lines, a topic or a schema, for other programs."""
 
 import fcntl
-import gc
 import os
 import re
 import stat
@@ -21,7 +20,7 @@ from grabstream.connections.identity import OtherSystem, find_journal
 from grabstream.connections.opening import check_system, checked_books
 from grabstream.models.bounds import counted
 from grabstream.models.journal import Corrupt, Gap
-from grabstream.ops.console.output import WholeNumber, json_option, print_json
+from grabstream.ops.console.output import WholeNumber, complain, counted, json_option, print_json, refuse
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import (
@@ -33,6 +32,7 @@ from grabstream.ops.formats.replay_request import (
 )
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.sessions import connect
+from grabstream.runtime.collecting import collect_rarely
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.clients import started
 from grabstream.streams.history.chunks import Point
@@ -201,8 +201,7 @@ def replay(
         )
     if resumes and append:
         raise click.UsageError("--continue and --append exclude each other")
-    # Thousands of short-lived objects: see `worker`.
-    gc.set_threshold(50_000, 20, 50)
+    collect_rarely()
     require_archive("--source", source, archive)
     asked = request(settings, source, first, last, shards, offers, users)._replace(archive=archive)
     done: dict[int, Done] = {}
@@ -211,8 +210,7 @@ def replay(
             _run(settings, asked, WriteMode(into, append, resumes, rate), dry_run, done)
         )
     except (ReplayRefused, NoTrail, NoSuchOffer, Corrupt, Gap) as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+        refuse(error)
     except BrokenPipeError:
         # The reader of our lines has closed the pipe. Python's last write at exit goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -380,7 +378,7 @@ def _warn_of_unknown(where: str, recorded: Sequence[Filters | None]) -> None:
         same = "use the same journal now, otherwise it will mix events of two systems"
     else:
         return
-    click.echo(f"grabstream: {where} does not record {what}: {same}", err=True)
+    complain(f"{where} does not record {what}: {same}")
 
 
 @asynccontextmanager
@@ -459,11 +457,10 @@ async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
     try:
         connection = await connect(settings.postgres, settings.schema_)
     except OperationalError as error:
-        click.echo(
-            "grabstream: this replay holds no lock, because PostgreSQL cannot be reached: make sure that no "
+        complain(
+            "this replay holds no lock, because PostgreSQL cannot be reached: make sure that no "
             f"other replay writes to topic {topic} meanwhile, or records are duplicated "
-            f"({str(error).strip()})",
-            err=True,
+            f"({str(error).strip()})"
         )
         yield
         return
@@ -477,17 +474,11 @@ async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
 
 def _say_how_to_go_on(sink: Sink, writing: WriteMode) -> None:
     if isinstance(sink, SchemaSink):
-        click.echo(
-            "grabstream: committed events are kept: repeat the same command to continue after them", err=True
-        )
+        complain("committed events are kept: repeat the same command to continue after them")
     elif writing.append:
-        click.echo(
-            "grabstream: what was appended stays: repeat the command, with --from where it ends, to append "
-            "the rest",
-            err=True,
-        )
+        complain("what was appended stays: repeat the command, with --from where it ends, to append the rest")
     elif writing.into.kind in ("file", "topic"):
-        click.echo("grabstream: to continue, repeat the command with --continue", err=True)
+        complain("to continue, repeat the command with --continue")
 
 
 def _report(
@@ -532,12 +523,9 @@ def _report(
     if not to_errors:
         click.echo(f"{counted(total, 'events')} into {into.kind} {into.name}; read to {_last_events(done)}.")
     elif not total:
-        click.echo(
-            "grabstream: 0 events: no event between the bounds matches these shards, offers and users",
-            err=True,
-        )
+        complain("0 events: no event between the bounds matches these shards, offers and users")
     for line in _short_of(planned, done):
-        click.echo(f"grabstream: {line}", err=True)
+        complain(line)
     if partial:
         names = ", ".join(f"{name}_partial" for name in partial)
         click.echo(f"Not exact, and therefore named differently: {names}.")

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from grabstream.ops.console.output import console, table
+from grabstream.ops.console.output import console, say, table
 from grabstream.projections.checking.difference import TableDifference
 from grabstream.projections.versions import Version
 
@@ -39,23 +39,19 @@ def print_result(result: RebuildResult) -> None:
         _print_difference(projection, tables)
     elif tables:
         counts = ", ".join(f"{difference.rows_new:,} of {difference.table}" for difference in tables)
-        _print(f"{projection}: old and new version are equal in every row: {counts}.")
+        say(f"{projection}: old and new version are equal in every row: {counts}.")
     seconds = "" if result.build_seconds is None else f" It was built in {result.build_seconds:,.1f} s."
-    _print(f"{projection}: {result.done}.{seconds}")
+    say(f"{projection}: {result.done}.{seconds}")
     if result.refused:
-        _print(
+        say(
             f"  `grabstream rebuild switch {projection} --accept` switches anyway; `grabstream rebuild drop "
             f"{projection} unfinished` drops the new version."
         )
         for words in result.set_aside:
-            _print(
+            say(
                 "  Rows that only the new version has may be from a record that was set aside; then use "
                 f"--accept: {words}"
             )
-
-
-def _print(line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_difference(projection: str, tables: list[TableDifference]) -> None:
@@ -83,4 +79,4 @@ def _print_difference(projection: str, tables: list[TableDifference]) -> None:
                 what = ", ".join(
                     f"{name}: {before!r} → {after!r}" for name, (before, after) in example["changed"].items()
                 )
-            _print(f"  {difference.table}, {key}: {what}")
+            say(f"  {difference.table}, {key}: {what}")
