@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from pydantic import Field, TypeAdapter
 
+from grabstream.models.error_words import error_in_words
 from grabstream.models.identifiers import id_of_end_user
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
 from grabstream.models.retry_after import retry_after_seconds
@@ -50,16 +51,6 @@ _GRAB_COMMANDS: Final = frozenset({"confirm", "release", "extend", "return", "re
 
 T = TypeVar("T")
 D = TypeVar("D", bound=Document)
-
-
-def error_in_words(error: BaseException) -> str:
-    """The type and text of an error; only the type where there is no text, as in a TimeoutError. Texts of
-    Kafka errors name the type already.
-    """
-    kind, text = type(error).__name__, str(error).strip()
-    if not text:
-        return kind
-    return text if kind in text else f"{kind}: {text}"
 
 
 def pause_seconds(attempt: int) -> float:

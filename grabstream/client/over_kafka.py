@@ -27,12 +27,12 @@ from pydantic import ValidationError
 from grabstream.client.commands import CommandMethods, given
 from grabstream.client.exchange import (
     RequestProblem,
-    error_in_words,
     pause_seconds,
 )
 from grabstream.client.in_thread import InThread
 from grabstream.models import commands as sent
 from grabstream.models.commands import encode_command, named_in_basket
+from grabstream.models.error_words import error_in_words
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.refusal_words import refusal_of_basket, refused_with, words_of
 from grabstream.models.vocabulary import Answer, AnyCommand, Grab, GrabCommand, OfferCommand

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from grabstream.gate.calls import now_ms
 from grabstream.gate.gate import Gate
 from grabstream.gate.single import Promise
 from grabstream.gateway.payment_tokens import PaymentTokens
@@ -139,7 +140,7 @@ class CommandHandlers:
             return Reply(status, self._basket(shown), _headers(request, promise))
         answer, command = refusal_of_basket(answers, commands)
         members = {"answers": msgspec.json.decode(self._basket(answers))["answers"]}
-        return refusal_reply(answer, command, _now_ms(), members)
+        return refusal_reply(answer, command, now_ms(), members)
 
     async def _operate(self, request: Request, type_: str, body: bytes) -> Reply:
         return await self._decide(request, operating_of(request, type_, body))
@@ -164,7 +165,7 @@ class CommandHandlers:
 
     def _reply(self, request: Request, command: AnyCommand, answer: Answer, promise: Promise) -> Reply:
         if not answer.positive:
-            return refusal_reply(answer, command, _now_ms())
+            return refusal_reply(answer, command, now_ms())
         if promise == "journaled" and not isinstance(command, Open):
             # What most get.
             return Reply(POSITIVE[answer.code], self._encode(answer), _HEADERS)
@@ -233,7 +234,3 @@ def _headers(request: Request, promise: Promise) -> tuple[tuple[bytes, bytes], .
     if promise == "decided" and prefers_async(request):
         return (*_HEADERS, _APPLIED)
     return _HEADERS
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -7,13 +7,13 @@ payment that failed moves no money and ends no hold, since the buyer may try aga
 """
 
 import asyncio
-import time
 from typing import Final
 
 import msgspec
 from starlette.types import Scope
 
 from grabstream.crypto.signing import NotSigned, Purpose, SigningKeys
+from grabstream.gate.calls import now_ms
 from grabstream.gate.gate import Gate
 from grabstream.gateway.address_rates import AddressRates
 from grabstream.gateway.problems import (
@@ -182,9 +182,8 @@ def _result(answer: Answer) -> str | None:
 
 def _refused(receipt: Receipt, command: Confirm, answer: Answer) -> Reply:
     outcome = Outcome(answer.code)
-    now_ms = time.time_ns() // 1_000_000
     if outcome in (Outcome.fenced, Outcome.busy):
-        return refusal_reply(answer, command, now_ms)
+        return refusal_reply(answer, command, now_ms())
     if outcome is Outcome.conflict:
         words = (
             f"Payment {receipt.payment} is already recorded with other contents, and all of this money is "

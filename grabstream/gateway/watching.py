@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from grabstream.gate.calls import now_ms
 from grabstream.gateway.asking import (
     FOR_ALL,
     PARAMETERS,
@@ -183,7 +184,7 @@ class Watching:
         for row in models:
             _add_lag(row, shard_by_number.get(row["shard"], {}))
         return {
-            "at": _now_ms(),
+            "at": now_ms(),
             "redis": problem,
             "shards": shards,
             "read_models": models,
@@ -199,7 +200,7 @@ class Watching:
         return await self._cached(request, "books", {}, self._sums)
 
     async def _sums(self) -> Row:
-        return {"at": _now_ms(), "sums": await self._books.rows(_SUMS, [BOOK_SUMS_MAX])}
+        return {"at": now_ms(), "sums": await self._books.rows(_SUMS, [BOOK_SUMS_MAX])}
 
     async def doctor(self, request: Request, body: bytes) -> Reply:
         """GET /v1/doctor"""
@@ -223,7 +224,7 @@ class Watching:
         query_of(request, PARAMETERS["webhooks"])
 
         async def make() -> Row:
-            return {"at": _now_ms(), "webhooks": await self._books.rows(_WEBHOOKS)}
+            return {"at": now_ms(), "webhooks": await self._books.rows(_WEBHOOKS)}
 
         return await self._cached(request, "webhooks", {}, make)
 
@@ -236,7 +237,7 @@ class Watching:
             if not await self._books.rows(_WEBHOOK, [webhook]):
                 raise no_such_webhook(webhook)
             rows = await self._books.rows(_DELIVERIES, [webhook, WEBHOOK_OFFERS_MAX])
-            return {"at": _now_ms(), "webhook": webhook, "deliveries": rows}
+            return {"at": now_ms(), "webhook": webhook, "deliveries": rows}
 
         return await self._cached(request, "webhook_deliveries", {}, make)
 
@@ -419,7 +420,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(of) for of in value]
     return int(value) if isinstance(value, Decimal) else value
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -128,7 +128,7 @@ def window_of(per: Period, offsets: Offsets, at_ms: int) -> int:
     if per == "offer":
         return 0
     if per == "hour":
-        return (at_ms + _hour_shift(offsets)) // HOUR_MS
+        return (at_ms + hour_shift_ms(offsets)) // HOUR_MS
     day = (at_ms + offset_at(offsets, at_ms)) // DAY_MS
     if per == "day":
         return day
@@ -137,7 +137,8 @@ def window_of(per: Period, offsets: Offsets, at_ms: int) -> int:
     raise ValueError(f"limits: this program has no window for the period {per!r}")
 
 
-def _hour_shift(offsets: Offsets) -> int:
+def hour_shift_ms(offsets: Offsets) -> int:
+    """How long before the full hours of UTC the hours of the offer begin."""
     return offsets[0][1] % HOUR_MS if offsets else 0
 
 
@@ -147,7 +148,7 @@ def window_ends(per: Period, offsets: Offsets, at_ms: int) -> int | None:
         return None
     window = window_of(per, offsets, at_ms)
     if per == "hour":
-        return (window + 1) * HOUR_MS - _hour_shift(offsets)
+        return (window + 1) * HOUR_MS - hour_shift_ms(offsets)
     day = window + 1 if per == "day" else (window + 1) * 7 - THURSDAY
     return utc_of(offsets, day * DAY_MS, at_ms)
 

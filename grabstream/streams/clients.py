@@ -16,9 +16,13 @@ from weakref import WeakSet
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 
+from grabstream.models.error_words import error_in_words
 from grabstream.streams.kafka_internals import until_controller_is_known
 
 log = logging.getLogger(__name__)
+
+#: Under this name for all that log errors of clients.
+in_words = error_in_words
 
 CLOSE_SECONDS_MAX: Final = 5.0
 #: How often the fetcher of a consumer wakes up without a cause, every 200 ms by default. It is woken whenever
@@ -74,16 +78,6 @@ async def close(closing: Coroutine[Any, Any, Any]) -> None:
         log.warning("a Kafka client did not close in time and is abandoned")
     elif error := task.exception():
         log.warning("closing a Kafka client: %r", error)
-
-
-def in_words(error: BaseException) -> str:
-    """The type and text of an error; only the type where there is no text, as in a TimeoutError of asyncio.
-    The texts of Kafka errors begin with the type already.
-    """
-    kind, text = type(error).__name__, str(error).strip()
-    if not text:
-        return kind
-    return text if kind in text else f"{kind}: {text}"
 
 
 class Outages:

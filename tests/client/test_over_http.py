@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from grabstream import AsyncClient, Client, OutcomeUnknown, RequestProblem
 from grabstream.client.commands import CommandMethods
-from grabstream.client.exchange import error_in_words
 from grabstream.client.in_thread import InThread
+from grabstream.models.error_words import error_in_words
 from grabstream.models.vocabulary import (
     Adjust,
     AnyCommand,

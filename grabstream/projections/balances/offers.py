@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from psycopg import AsyncConnection
 
-from grabstream.models.calendar import HOUR_MS, Offsets
+from grabstream.models.calendar import hour_shift_ms
 from grabstream.models.events import (
     AnyEvent,
     GrabConfirmed,
@@ -237,7 +237,7 @@ async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened
                     event.total, units, terms.title,
                     "open", event.at, event.opens_at, event.closes_at, units, event.seed_sha256,
                     _opened_terms(event),
-                    _hour_shift(event.offsets), event.seq,
+                    hour_shift_ms(event.offsets), event.seq,
                 )
             )  # fmt: skip
     # Openers of offers by HTTP or by a topic do not learn it otherwise.
@@ -255,11 +255,6 @@ def _opened_terms(event: OfferOpened) -> str:
         return bytes(event.terms).decode()
     zone = {
         "timezone": event.campaign_zone.timezone,
-        "hour_shift_ms": _hour_shift(event.campaign_zone.offsets),
+        "hour_shift_ms": hour_shift_ms(event.campaign_zone.offsets),
     }
     return msgspec.json.encode(msgspec.json.decode(event.terms) | {"campaign_zone": zone}).decode()
-
-
-def _hour_shift(offsets: Offsets) -> int:
-    """How many ms before the full hours of UTC the hours of the offer begin."""
-    return offsets[0][1] % HOUR_MS if offsets else 0
