@@ -17,6 +17,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 
 from grabstream.models.error_words import error_in_words
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.kafka_internals import until_controller_is_known
 
 log = logging.getLogger(__name__)
@@ -195,6 +196,12 @@ class Trouble:
             self._row_since = now
         self._words = self._last_words = words
         self._noted_at = now
+
+    def met(self, error: BaseException) -> None:
+        """Records a failed attempt, which will be repeated; raises an error that is no trouble."""
+        if not is_trouble(error):
+            raise error
+        self.say(in_words(error))
 
     def say(self, words: str) -> None:
         """Records a failed attempt; it will be repeated."""

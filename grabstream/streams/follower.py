@@ -19,8 +19,7 @@ from grabstream.models.journal import Block, Corrupt, Cursor, Gap, Headers
 from grabstream.models.runs import LINES, AnyLine, LineDecoder
 from grabstream.projections.cursors import CursorMoved, Fact, facts_of, follow
 from grabstream.runtime.ending import end
-from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import Trouble
 from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
 from grabstream.streams.journal_keys import NOT_SIGNED, journal_keys
 
@@ -259,7 +258,5 @@ async def poll_journal(
             log.info("%s; reading it again", moved)
             await asyncio.sleep(POLL_SECONDS)
         except BaseException as error:
-            if not is_trouble(error):
-                raise
-            trouble.say(in_words(error))
+            trouble.met(error)
             await asyncio.sleep(RETRY_SECONDS)

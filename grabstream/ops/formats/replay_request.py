@@ -102,6 +102,16 @@ class ReplayRequest(NamedTuple):
         return filters_of(settings.prefix, self.journal, self.wanted, first)
 
 
+def chosen_shards(settings: Settings, shards: Sequence[int]) -> list[int]:
+    """The shards of --shard, by default all; raises UsageError for one that the system does not have."""
+    if wrong := [shard for shard in shards if shard >= settings.shards]:
+        raise click.UsageError(
+            f"--shard {wrong[0]}: the system has {counted(settings.shards, 'shards')}, 0 to "
+            f"{settings.shards - 1}"
+        )
+    return sorted(set(shards)) or list(range(settings.shards))
+
+
 def request(
     settings: Settings, source: str, first: Sequence[str], last: Sequence[str], shards: Sequence[int],
     offers: Sequence[str],
@@ -114,17 +124,9 @@ def request(
                 raise click.UsageError(
                     f"{option} {name!r} is not an id: use 1 to 64 of the characters A-Z a-z 0-9 . _ : -"
                 )
-    for shard in shards:
-        if shard >= settings.shards:
-            raise click.UsageError(
-                f"--shard {shard}: the system has {counted(settings.shards, 'shards')}, 0 to "
-                f"{settings.shards - 1}"
-            )
-    chosen = sorted(
-        {shard_of(campaign_of(offer), settings.shards) for offer in offers}
-        or set(shards)
-        or set(range(settings.shards))
-    )
+    chosen = chosen_shards(settings, shards)
+    if offers:
+        chosen = sorted({shard_of(campaign_of(offer), settings.shards) for offer in offers})
     if offers and shards and set(chosen) != set(shards):
         raise click.UsageError(
             f"--shard: the offers are in {', '.join(map(str, chosen))}; leave out --shard, --offer is enough"

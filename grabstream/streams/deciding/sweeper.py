@@ -25,8 +25,7 @@ from grabstream.models.bounds import shortened
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import PAYMENTS_KEPT_MS
 from grabstream.runtime.ticks import seconds_to_tick
-from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import Trouble
 from grabstream.streams.deciding.payments import HoldQueries
 
 log = logging.getLogger(__name__)
@@ -131,9 +130,7 @@ class Sweeper:
                 await work()
                 trouble.over()
             except BaseException as error:
-                if not is_trouble(error):
-                    raise
-                trouble.say(in_words(error))
+                trouble.met(error)
             await asyncio.sleep(SWEEP_EVERY_SECONDS)
 
     async def _poll(
@@ -168,9 +165,7 @@ class Sweeper:
                 if due.has_demand:
                     demand.set()
             except BaseException as error:
-                if not is_trouble(error):
-                    raise
-                trouble.say(in_words(error))
+                trouble.met(error)
             await asyncio.sleep(SWEEP_EVERY_SECONDS)
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds - SWEEP_EVERY_SECONDS):

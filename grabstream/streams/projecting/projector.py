@@ -251,9 +251,7 @@ class Projector:
                     items, NoReadModel("the version that it wrote was dropped")
                 )
             except BaseException as error:
-                if not is_trouble(error):
-                    raise
-                self._trouble.say(in_words(error))
+                self._trouble.met(error)
                 self.measures.failures += 1
                 await self._disconnect()
                 await asyncio.sleep(pause)

@@ -580,9 +580,7 @@ class Verifier:
             async with asyncio.timeout(ANSWER_SECONDS_MAX):
                 answer = await asking
         except BaseException as error:
-            if not is_trouble(error):
-                raise
-            self._troubles[shard].say(in_words(error))
+            self._troubles[shard].met(error)
             return None
         self._troubles[shard].over()
         return answer

@@ -250,10 +250,8 @@ class Leases:
                     about=None if self._is_leaving else about,
                 )
         except BaseException as error:
-            if not is_trouble(error):
-                raise
             # Relays of shards we hold notice themselves whether their server answers.
-            self._troubles[shard].say(in_words(error))
+            self._troubles[shard].met(error)
             return
         self._troubles[shard].over()
         self._seen[shard] = self._now(), lease
@@ -363,10 +361,8 @@ class Leases:
                     self._redis, self._keys.shard(shard), self.worker, fit[0], self._lease_ms
                 )
         except BaseException as error:
-            if not is_trouble(error):
-                raise
             # The next renewal shows who has the lease.
-            self._troubles[shard].say(in_words(error))
+            self._troubles[shard].met(error)
             return
         if passed:
             # It now counts as the other's, also when the relay has ended before the next renewal.
@@ -402,9 +398,7 @@ class Leases:
                     self._redis, self._keys.shard(shard), held.taker, self.worker, self._lease_ms, back=True
                 )
         except BaseException as error:
-            if not is_trouble(error):
-                raise
-            self._troubles[shard].say(in_words(error))
+            self._troubles[shard].met(error)
 
     # -- leaving ---------------------------------------------------------------------------------------------
 
@@ -438,9 +432,7 @@ class Leases:
                     holder, before_ms = text_of(await self._redis.get(keys.lease)), left_ms
                     left_ms = await self._redis.pttl(keys.lease)
             except BaseException as error:
-                if not is_trouble(error):
-                    raise
-                self._troubles[shard].say(in_words(error))
+                self._troubles[shard].met(error)
                 continue
             if holder != held.taker:
                 return False

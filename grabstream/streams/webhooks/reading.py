@@ -20,8 +20,7 @@ from grabstream.projections.tables import set_aside
 from grabstream.projections.tables import webhooks as stored
 from grabstream.projections.tables.webhooks import NewEvent, Queue, Webhook
 from grabstream.runtime.ending import end
-from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import Trouble
 from grabstream.streams.follower import RETRY_SECONDS, Chunk, Follower, Group, poll_journal
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import JournalSource, Start
@@ -212,9 +211,7 @@ class Reader:
             except CursorMoved as moved:
                 log.info("%s; beginning again", moved)
             except BaseException as error:
-                if not is_trouble(error):
-                    raise
-                self._trouble.say(in_words(error))
+                self._trouble.met(error)
                 await asyncio.sleep(RETRY_SECONDS)
             finally:
                 del self._beginning[webhook.webhook]

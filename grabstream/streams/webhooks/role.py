@@ -15,8 +15,7 @@ from grabstream.projections.database.sessions import bound_locks, connect, open_
 from grabstream.projections.tables import webhooks as stored
 from grabstream.runtime.ending import first_to_end, running
 from grabstream.runtime.ticks import seconds_to_tick
-from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import Trouble
 from grabstream.streams.topics import Topics
 from grabstream.streams.webhooks.reading import Reader
 from grabstream.streams.webhooks.sending import SendBounds, Sender
@@ -67,9 +66,7 @@ class Webhooks:
                     await self._await_turn(connection)
                     await self._deliver(connection)
             except BaseException as error:
-                if not is_trouble(error):
-                    raise
-                trouble.say(in_words(error))
+                trouble.met(error)
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _await_subscriptions(self, connection: AsyncConnection[Any]) -> None:

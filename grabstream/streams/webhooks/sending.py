@@ -232,9 +232,7 @@ class Sender:
                         task = asyncio.create_task(self._drain(session, receiver, delivery))
                         receiver.tasks[delivery.offer] = task
         except BaseException as error:
-            if not is_trouble(error):
-                raise
-            self._trouble.say(in_words(error))
+            self._trouble.met(error)
             await asyncio.sleep(RETRY_SECONDS)
         else:
             self._trouble.over()

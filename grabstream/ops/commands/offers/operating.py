@@ -29,7 +29,6 @@ from grabstream.ops.commands.offers.approving import (
 from grabstream.ops.commands.offers.fields import pairs_of
 from grabstream.ops.commands.offers.through_a_gate import (
     carry_out,
-    complain_of_all,
     make_command,
     offer_argument,
     operator_option,
@@ -38,6 +37,7 @@ from grabstream.ops.commands.offers.through_a_gate import (
     progress_bar,
     read_text,
     ready_settings,
+    refuse_file,
 )
 from grabstream.ops.console.arguments import require_id_alone
 from grabstream.ops.console.output import complain, json_option, plain_console, print_json
@@ -96,8 +96,7 @@ def amend(
     try:
         changes = read_changes(pairs_of("--set", words))
     except BadOfferFile as error:
-        complain_of_all(error)
-        sys.exit(2)
+        refuse_file(error)
     carry_out(make_command("amend", command_id, offer, changes=changes, operator=operator), as_json)
 
 
@@ -201,8 +200,7 @@ def load(
     try:
         chunks = _chunks(offer, operator, what, read_text(codes or audience or Path("-")))
     except BadOfferFile as error:
-        complain_of_all(error)
-        sys.exit(2)
+        refuse_file(error)
     summary = {
         "offer": offer,
         "what": what,

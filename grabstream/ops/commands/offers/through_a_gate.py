@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, NoReturn, get_args
 
 import click
 import msgspec
@@ -132,10 +132,11 @@ def progress_bar(quiet: bool) -> Progress:
     )  # fmt: skip
 
 
-def complain_of_all(error: BadOfferFile) -> None:
-    """Prints all problems of a file, one in each line, on standard error."""
+def refuse_file(error: BadOfferFile) -> NoReturn:
+    """Prints all problems of a file, one in each line, on standard error, and ends the process with 2."""
     for place, reason in error.problems:
         complain(f"{place}: {reason}")
+    sys.exit(2)
 
 
 def ready_settings() -> Settings:
@@ -263,8 +264,7 @@ def open(  # noqa: A001 - the verb's name
         ]:
             raise BadOfferFile([(name, "terms.closes_at: is in the past") for name in past])
     except BadOfferFile as error:
-        complain_of_all(error)
-        sys.exit(2)
+        refuse_file(error)
     opens = [msgspec.structs.replace(command, operator=command.operator or operator) for command in opens]
     if not dry_run:
         _open_all(with_approvals(opens), as_json, plan.week)

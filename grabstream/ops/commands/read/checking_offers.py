@@ -12,9 +12,9 @@ from grabstream.models.commands import Open
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import terms_of
 from grabstream.ops.commands.offers.through_a_gate import (
-    complain_of_all,
     plan_of,
     read_text,
+    refuse_file,
 )
 from grabstream.ops.console.output import complain, counted, plain_console, print_json, say
 from grabstream.ops.formats.offer_comparison import OfferDifference, differences_of
@@ -37,8 +37,7 @@ def check_offers(file: Path, form: Form | None, week: str | None, as_json: bool)
     try:
         opens = read_offers(read_text(file), form_of(file, form), plan)
     except BadOfferFile as error:
-        complain_of_all(error)
-        sys.exit(2)
+        refuse_file(error)
     differences, stopped = asyncio.run(_compare(load_settings(), opens, plan.week))
     for shard in stopped:
         complain(

@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -25,7 +24,11 @@ from grabstream.models.journal import Corrupt, Gap
 from grabstream.models.runs import singles
 from grabstream.models.whatif.numbers import Numbers
 from grabstream.models.whatif.twins import CannotChange, Differs, Twins, type_of
-from grabstream.ops.commands.offers.through_a_gate import complain_of_all, plain_console, read_text
+from grabstream.ops.commands.offers.through_a_gate import (
+    plain_console,
+    read_text,
+    refuse_file,
+)
 from grabstream.ops.console.output import (
     WholeNumber,
     counted,
@@ -127,8 +130,7 @@ def whatif(
     try:
         asked = read_whatif(read_text(file), form_of(file, form))
     except BadOfferFile as error:
-        complain_of_all(error)
-        sys.exit(2)
+        refuse_file(error)
     collect_rarely()
     try:
         report = run_until_stopped(_run(load_settings(), asked, source, archive, output, limit))

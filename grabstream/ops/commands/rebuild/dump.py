@@ -14,6 +14,7 @@ from grabstream.ops.commands.rebuild.replay import EXIT_BROKEN_PIPE
 from grabstream.ops.console.output import WholeNumber, complain, counted, json_option, print_json
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
+from grabstream.ops.formats.replay_request import chosen_shards
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.history.dump import dump_lines
 from grabstream.streams.journal import open_reader
@@ -37,12 +38,7 @@ def dump(shards: Sequence[int], dry_run: bool, as_json: bool) -> None:
     Exit code 2: wrong usage; 3: Kafka cannot be reached.
     """
     settings = load_settings()
-    if wrong := [shard for shard in shards if shard >= settings.shards]:
-        raise click.UsageError(
-            f"--shard {wrong[0]}: the system has {counted(settings.shards, 'shards')}, 0 to "
-            f"{settings.shards - 1}"
-        )
-    chosen = sorted(set(shards)) or list(range(settings.shards))
+    chosen = chosen_shards(settings, shards)
     try:
         report = run_until_stopped(_dump(settings, chosen, dry_run))
     except BrokenPipeError:

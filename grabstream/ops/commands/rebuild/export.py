@@ -19,7 +19,7 @@ from grabstream.ops.commands.operate.worker import step_of
 from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json, refuse
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
-from grabstream.ops.formats.replay_request import ArchiveAddress, source_option
+from grabstream.ops.formats.replay_request import ArchiveAddress, chosen_shards, source_option
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.tables import set_aside
@@ -57,13 +57,8 @@ def export(archive: Path | str, source: str, shards: Sequence[int], dry_run: boo
     """
     _require_analysts("export")
     settings = load_settings()
-    if wrong := [shard for shard in shards if shard >= settings.shards]:
-        raise click.UsageError(
-            f"--shard {wrong[0]}: the system has {counted(settings.shards, 'shards')}, 0 to "
-            f"{settings.shards - 1}"
-        )
     collect_rarely()
-    chosen = sorted(set(shards)) or list(range(settings.shards))
+    chosen = chosen_shards(settings, shards)
     with _refusing():
         work = _export(settings, settings.store(archive), source, chosen, dry_run)
         report = run_until_stopped(work, "repeat the command to continue")
