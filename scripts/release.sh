@@ -16,6 +16,10 @@ if [ ! -f "schemas/released/$version.json" ]; then
     echo "schemas/released/ has no contract of $version: run python scripts/schemas.py --release $version" >&2
     exit 1
 fi
+if [ ! -f "tests/golden/release-$version/SHA256SUMS" ]; then
+    echo "tests/golden/ has no history of $version: run python -m tests.support.release_history, before the schemas are stored" >&2
+    exit 1
+fi
 make lint
 temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
