@@ -62,7 +62,8 @@ def contract_of(folder: Path) -> Contract:
                     "last release"
                 )
             older[name] = json.loads(path.read_text(encoding="utf-8"))
-    return Contract(dict(sorted({**documents(), **older}.items())), document(version_of_tree()))
+    schemas = {**documents(), **payment_documents(), **older}
+    return Contract(dict(sorted(schemas.items())), document(version_of_tree()))
 
 
 def version_of_tree() -> str:
@@ -73,8 +74,7 @@ def version_of_tree() -> str:
 
 def files_of(contract: Contract) -> dict[str, str]:
     """The text of every schema file, by its path in the folder."""
-    schemas = {**contract.schemas, **payment_documents()}
-    schema_files = {f"{name}.json": _json(schema) for name, schema in schemas.items()}
+    schema_files = {f"{name}.json": _json(schema) for name, schema in contract.schemas.items()}
     head = "# Made from the models by scripts/schemas.py.\n"
     return {
         **schema_files,

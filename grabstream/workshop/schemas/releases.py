@@ -2,8 +2,8 @@
 
 A release is one file that is never edited, `schemas/released/<version>.json`: all schemas and the AsyncAPI
 document as they were. Commands are compared in the direction `reads`, answers in the direction `writes`, and
-events in both: other programs read them, and grabstream itself reads old events of the journal without limit.
-A breaking change of an event is allowed with a new version of its type and an upcaster.
+events and runs in both: other programs read them, and grabstream itself reads old lines of the journal
+without limit. A breaking change of an event is allowed with a new version of its type and an upcaster.
 """
 
 import json
@@ -24,6 +24,13 @@ from grabstream.workshop.schemas.compatibility import (
 _event_name = re.compile(r"events/(?P<type>.+)\.v(?P<version>\d+)\Z").match
 
 FOR_EVER: Final = -1
+#: The direction of each signed text about payments.
+_PAYMENTS: Final[Mapping[str, Direction]] = {
+    "payments/answer": "reads",
+    "payments/query": "writes",
+    "payments/receipt": "reads",
+    "payments/token": "writes",
+}
 
 
 class Contract(NamedTuple):
@@ -70,6 +77,7 @@ def changes_between(old: Contract, new: Contract, upcasts: Collection[tuple[str,
         *_commands(old, new),
         *_answers(old, new),
         *_events(old, new, upcasts),
+        *_runs_and_payments(old, new),
         *_topics(old.asyncapi, new.asyncapi),
     ]
     return sorted(changes, key=lambda change: -VERDICTS.index(change.verdict))
@@ -115,6 +123,19 @@ def _answers(old: Contract, new: Contract) -> Iterator[SchemaChange]:
         yield from _changes(
             name, schema, news[name], "keep the field as it is, and add a new field", "writes"
         )
+
+
+def _runs_and_payments(old: Contract, new: Contract) -> Iterator[SchemaChange]:
+    """Changes of what has no versions: runs in the journal, and signed texts about payments."""
+    for name, schema in {**_of(old, "journal"), **_of(old, "payments")}.items():
+        if name in new.schemas:
+            directions: tuple[Direction, ...] = (
+                (_PAYMENTS[name],) if name in _PAYMENTS else ("reads", "writes")
+            )
+            way_out = "keep the field as it is, and add an optional field"
+            yield from _changes(name, schema, new.schemas[name], way_out, *directions)
+        else:
+            yield SchemaChange("breaking", name, "$", "the schema was removed", "keep it")
 
 
 # -- events --------------------------------------------------------------------------------------------------

@@ -140,12 +140,13 @@ def test_the_verdict_about_a_difference(
 RELEASED = Contract(
     {
         str(path.relative_to(SCHEMAS).with_suffix("")): json.loads(path.read_text())
-        for folder in ("answers", "commands", "events")
+        for folder in ("answers", "commands", "events", "journal", "payments")
         for path in sorted((SCHEMAS / folder).glob("*.json"))
     },
     ASYNCAPI,
 )
 GRANTED, RELEASED_V1 = "events/grab.granted.v1", "events/grab.released.v1"
+GRANTED_RUN = "journal/grab.granted.v2"
 
 
 def changed(name: str, **properties: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
@@ -251,6 +252,14 @@ CONTRACTS: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], set[tuple
     "older version was removed"),
     (come("events/grab.granted.v0", GRANTED, keep=False), set(), "breaking", "events/grab.granted",
     "v1 was released, and this is v0"),
+    (changed(GRANTED_RUN, users=None, takers=TEXT), set(), "breaking", GRANTED_RUN, "field removed"),
+    (changed(GRANTED_RUN, channels=TEXT), set(), "compatible", GRANTED_RUN, "field added"),
+    (gone(GRANTED_RUN), set(), "breaking", GRANTED_RUN, "the schema was removed"),
+    (required("payments/receipt", "currency"), set(), "breaking", "payments/receipt", "became required"),
+    (changed("payments/receipt", more=TEXT), set(), "compatible", "payments/receipt", "field added"),
+    (changed("payments/answer", payments=None), set(), "breaking", "payments/answer", "field removed"),
+    (changed("payments/query", more=TEXT), set(), "compatible", "payments/query", "field added"),
+    (changed("payments/token", due=None), set(), "breaking", "payments/token", "field removed"),
     (lambda schemas, asyncapi: asyncapi["channels"].pop("results"), set(), "breaking", "topics/results",
     "the topic was removed"),
     (topic("events", lambda it: it.update(address="{prefix}.facts")), set(), "breaking", "topics/events",
@@ -326,11 +335,13 @@ def test_the_script_prints_what_breaks_and_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_release_is_written_once(tmp_path: Path) -> None:
     folder = tmp_path / "schemas"
-    shutil.copytree(SCHEMAS, folder)
+    shutil.copytree(SCHEMAS, folder, ignore=shutil.ignore_patterns("released"))
     first = compare(folder, "--compare")
     assert (first.returncode, "nothing is released yet" in first.stdout, first.stderr) == (0, True, "")
     assert json.loads(compare(folder, "--compare", "--json").stdout)["since"] is None
     assert compare(folder, "--release", "0.2.0").returncode == 0
+    stored = json.loads((folder / "released" / "0.2.0.json").read_text())
+    assert stored["schemas"].keys() == RELEASED.schemas.keys()
     assert compare(folder, "--compare").stdout == "schemas since 0.2.0: compatible (no change)\n"
     again = compare(folder, "--release", "0.2.0")
     assert (again.returncode, "a release never changes" in again.stderr) == (1, True)
