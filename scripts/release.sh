@@ -8,8 +8,8 @@ if [ -n "$(git status --porcelain)" ]; then
     echo "the work tree has changes: commit them, or put them aside" >&2
     exit 1
 fi
-if ! grep -q "^## \[\?$version\]\?" CHANGELOG.md; then
-    echo "CHANGELOG.md has no heading '## $version': name the version of pyproject.toml, or move what is unreleased" >&2
+if ! grep -q "^## \[\?$version\]\? - 20[0-9-]*$" CHANGELOG.md; then
+    echo "CHANGELOG.md has no heading '## $version - YYYY-MM-DD': name the version of pyproject.toml and the day of its tag" >&2
     exit 1
 fi
 if [ ! -f "schemas/released/$version.json" ]; then
