@@ -3,8 +3,6 @@
 A digest names its form before a `$`, which no id contains. So a command can be compared with a digest of any
 form, from any release and any seal key:
 
-- 8 characters without a form: 48 bits of BLAKE2b, from releases before 0.2. They are compared, but no longer
-  made.
 - `b2$…`: 128 bits of BLAKE2b over the canonical JSON of the command, 22 characters of base64.
 - `k:<key id>$…`: the same hash, keyed with a key derived from that seal key. Used for commands that carry a
   secret (codes, a seed, a ticket): a reader of the journal could try all six-digit codes against a hash
@@ -39,9 +37,6 @@ PLAIN: Final = "plain"
 HASHED: Final = "b2"
 KEYED: Final = "k:"
 BYTES: Final = 16
-#: The form of releases before 0.2.
-FIRST_FORM_BYTES: Final = 6
-FIRST_FORM_LENGTH: Final = 8
 
 _json = msgspec.json.Encoder().encode
 
@@ -81,7 +76,7 @@ class Digests:
         """The digest of a command, as its event contains it."""
         if type(command) is Confirm:
             # Frequent, and without secret.
-            return f"{HASHED}${_text(body_of(command), BYTES)}"
+            return f"{HASHED}${_text(body_of(command))}"
         if type(command) is Grab:
             if is_plain(command):
                 return PLAIN
@@ -90,8 +85,8 @@ class Digests:
             key_id = self._first if secret_of(command) is not None else None
         body = body_of(command)
         if key_id is None:
-            return f"{HASHED}${_text(body, BYTES)}"
-        return f"{KEYED}{key_id}${_text(body, BYTES, self._keys[key_id])}"
+            return f"{HASHED}${_text(body)}"
+        return f"{KEYED}{key_id}${_text(body, self._keys[key_id])}"
 
     def remembered(self, command: AnyCommand) -> str:
         """The digest of a command to remember without an event: that of a plain grab contains the grab."""
@@ -104,11 +99,11 @@ class Digests:
         """
         form, dollar, value = kept.rpartition("$")
         if not dollar:
-            return len(kept) == FIRST_FORM_LENGTH and kept == _text(body_of(command), FIRST_FORM_BYTES)
+            return False
         if form == PLAIN:
             return isinstance(command, Grab) and is_plain(command) and kept == plain_body(command)
         if form == HASHED:
-            return compare_digest(value, _text(body_of(command), BYTES))
+            return compare_digest(value, _text(body_of(command)))
         key_id = form.removeprefix(KEYED)
         if not form.startswith(KEYED):
             raise CannotCompare(
@@ -120,7 +115,7 @@ class Digests:
                 f"the digest of the first command with this id was made with key {key_id!r}, which is no "
                 "longer in GRAB_SEAL_KEYS: add the key again after the new key, or send another id"
             )
-        return compare_digest(value, _text(body_of(command), BYTES, self._keys[key_id]))
+        return compare_digest(value, _text(body_of(command), self._keys[key_id]))
 
     def names(self, text: str) -> list[str]:
         """Keyed hashes of a text, 30 hex digits each, one for each seal key in order. An id made from a
@@ -166,8 +161,8 @@ def body_of(command: AnyCommand | OfferCommand) -> bytes:
     return encode_command(command)
 
 
-def _text(body: bytes, size: int, key: bytes = b"") -> str:
-    return b2a_base64(blake2b(body, digest_size=size, key=key).digest()).decode().rstrip("=\n")
+def _text(body: bytes, key: bytes = b"") -> str:
+    return b2a_base64(blake2b(body, digest_size=BYTES, key=key).digest()).decode().rstrip("=\n")
 
 
 def digest_keys(key: bytes) -> tuple[bytes, bytes]:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from grabstream.models.beacon import Beacon, beacon_of, mixed, round_of
 from grabstream.models.bounds import quoted
-from grabstream.models.digests import FIRST_FORM_LENGTH, KEYED
+from grabstream.models.digests import HASHED, KEYED
 from grabstream.models.events import AnyEvent, GrabGranted, OfferAmended, OfferClosed, OfferOpened
 from grabstream.models.money import Invalid
 from grabstream.models.offers import EnvelopeTerms, changes_of, terms_of
@@ -163,8 +163,8 @@ def _drawn(digest: str) -> str | None:
     # The digest of a command that carries a secret is keyed, and that of other commands is not.
     if digest.startswith(KEYED):
         return "the command that opened the envelope had a seed, so its sender could choose every part"
-    if len(digest) == FIRST_FORM_LENGTH and "$" not in digest:
-        return "release 0.1.0 opened it, whose events do not say whether the command had a seed"
+    if not digest.startswith(f"{HASHED}$"):
+        return f"the digest {quoted(digest)} does not say whether the command that opened it had a seed"
     return None
 
 

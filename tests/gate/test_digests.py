@@ -1,11 +1,7 @@
-"""Repeats across forms and keys of digests, on a real Redis: a repeat gets its first answer, another body
-under the same id is a conflict.
-
-Each shard is recovered from events that carry digests of an older form or key; then a gate of this release
-sends the commands again.
+"""Repeats across keys of digests and a recovery, on a real Redis: a repeat gets its first answer, and another
+body under the same id is a conflict.
 """
 
-import json
 from base64 import b64encode
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -43,16 +39,6 @@ TICKETS = TicketKeys.from_text(f"h:HS256:{as_text(SECRET)}")
 ENVELOPE = EnvelopeTerms(
     issuer="alice", funding="pay", asset="CNY", total=1_000, parts=10, seed="ab" * 16, closes_at=NOW + DAY
 )
-#: Amounts and reasons of two ledger entries whose digests in the first form are equal. Such a pair can be
-#: found within a minute.
-COLLISION = (5, "5161484"), (9_000_000, "7384664")
-
-
-def first_form(command: AnyCommand) -> str:
-    """The digest of a command as releases before 0.2 made it."""
-    if getattr(command, "operator", None) is not None:
-        command = msgspec.structs.replace(command, operator=None)  # type: ignore[call-arg]
-    return b64encode(blake2b(encode_command(command), digest_size=6).digest()).decode()
 
 
 def adjusting(amount: int, reason: str, id: str = "a") -> Adjust:
@@ -109,20 +95,6 @@ def gate_of(client: Any, keys: KeySpace, seal_keys: dict[str, bytes], now: list[
     return Gate(client, keys, Sealer(seal_keys), clock=lambda: (now or [NOW])[0], tickets=TICKETS)
 
 
-async def in_first_form(
-    client: Any, keys: KeySpace, lines: Sequence[bytes], commands: Sequence[AnyCommand]
-) -> None:
-    """Recovers the only shard from these events, changed to what a release before 0.2 wrote."""
-    by_id = {command.id: command for command in commands}
-    old_lines = []
-    for line in lines:
-        fields = json.loads(line)
-        if "digest" in fields:
-            fields["digest"] = first_form(by_id[fields["command"]])
-        old_lines.append(json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode())
-    await fold(client, keys.shard(0), old_lines, Sealer({"old": OLD}), keys.shards)
-
-
 @pytest.fixture
 async def decided(client: Any, prefix: str) -> tuple[list[Answer], list[bytes]]:
     """The answers to `HISTORY` and its event lines, from a gate with the one seal key `old`."""
@@ -151,17 +123,15 @@ async def assert_repeated(gate: Gate, answers: Sequence[Answer]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "seal_keys"),
-    [("first", {"old": OLD}), ("recovered", {"old": OLD}), ("first", BOTH), ("first form", BOTH)],
-    ids=["this release", "after a recovery", "after a rotation of the seal key", "the first form of digests"],
+    [("first", {"old": OLD}), ("recovered", {"old": OLD}), ("first", BOTH)],
+    ids=["as decided", "after a recovery", "after a rotation of the seal key"],
 )
 async def test_repeats_get_the_first_answer(
     client: Any, prefix: str, decided: Any, name: str, seal_keys: dict[str, bytes]
 ) -> None:
-    keys = KeySpace(f"{prefix}-{name.replace(' ', '-')}", 1)
+    keys = KeySpace(f"{prefix}-{name}", 1)
     if name == "recovered":
         await fold(client, keys.shard(0), decided[1], Sealer({"old": OLD}), 1)
-    elif name == "first form":
-        await in_first_form(client, keys, decided[1], HISTORY)
     gate = gate_of(client, keys, seal_keys)
     await assert_repeated(gate, decided[0])
     await gate.close()
@@ -263,30 +233,6 @@ async def test_a_plain_grab_is_repeated_for_its_offer_and_user_only(
     for more in ({"wait": True}, {"attributes": {"a": "1"}}, {"ticket": "x.y.z"}):
         [answer] = await gate.decide([Grab(id="g1", offer="o", user="ann", **more)], "decided")
         assert answer.outcome == "conflict", more
-    await gate.close()
-
-
-@pytest.mark.parametrize("recovered", [False, True])
-async def test_a_collision_of_48_bit_digests_is_a_conflict(client: Any, prefix: str, recovered: bool) -> None:
-    """Both entries have the same digest in the first form, so the whole bodies are compared."""
-    approved, unapproved = (adjusting(*entry) for entry in COLLISION)
-    assert first_form(approved) == first_form(unapproved)
-    keys = KeySpace(prefix, 1)
-    await take_over(client, keys)
-    gate = gate_of(client, keys, {"old": OLD})
-    opening = Open(id="open", offer="o", terms=StockTerms(issuer="shop", total=1))
-    _, first = await gate.decide([opening, approved], "decided")
-    assert first.outcome == "adjusted"
-    if recovered:
-        await gate.close()
-        keys = KeySpace(f"{prefix}-old", 1)
-        await in_first_form(
-            client, keys, await event_lines(client, KeySpace(prefix, 1), 0), [opening, approved]
-        )
-        gate = gate_of(client, keys, {"old": OLD})
-    again, other = await gate.decide([approved, unapproved], "decided")
-    assert again == msgspec.structs.replace(first, repeated=True)
-    assert other.outcome == "conflict"
     await gate.close()
 
 

@@ -1,6 +1,4 @@
-"""Digests: at least 128 bits, with the name of their form; keyed if the command carries a secret; old forms
-are still compared.
-"""
+"""Digests: at least 128 bits, with the name of their form; keyed if the command carries a secret."""
 
 import json
 import re
@@ -49,11 +47,6 @@ ENTRY = Entry(asset="CNY", debit="issuer:shop", credit="wallet:ann", amount=5)
 ADJUST = Adjust(id="a", offer="o", transfers=(ENTRY,), reason="a mistake", approved_by="boss")
 
 
-def first_form(command: AnyCommand) -> str:
-    """The digest of releases before 0.2."""
-    return b64encode(blake2b(encode_command(command), digest_size=6).digest()).decode()
-
-
 STOCK = Open(id="o", offer="o", terms=StockTerms(issuer="a", total=1))
 
 
@@ -88,7 +81,6 @@ def test_remembered_plain_grabs_differ_for_different_bodies() -> None:
 def test_digest_of_every_form_is_compared(command: AnyCommand) -> None:
     other = msgspec.structs.replace(command, id="another")
     for kept in (
-        first_form(command),
         Digests().remembered(command),
         ONE_KEY.remembered(command),
         ROTATED.remembered(command),
@@ -109,7 +101,7 @@ def test_comparison_with_a_missing_key_names_the_key() -> None:
 
 def test_digest_does_not_cover_the_operator() -> None:
     assert ONE_KEY.of(PAUSE) == ONE_KEY.of(Pause(id="p", offer="o", operator="olga"))
-    assert ROTATED.is_of(first_form(PAUSE), Pause(id="p", offer="o", operator="olga"))
+    assert ROTATED.is_of(ONE_KEY.of(PAUSE), Pause(id="p", offer="o", operator="olga"))
 
 
 def test_code_cannot_be_guessed_from_its_digest_without_the_key() -> None:
@@ -126,7 +118,7 @@ def test_code_cannot_be_guessed_from_its_digest_without_the_key() -> None:
         candidate
         for candidate in candidates
         for digests in guessed
-        if digests.of(candidate).rpartition("$")[2] in values or first_form(candidate) in values
+        if digests.of(candidate).rpartition("$")[2] in values
     ]
     assert matches == []
     # With the key, the right code is found.
@@ -162,5 +154,5 @@ def test_golden_digests_are_reproduced() -> None:
             case["without_keys"],
             case["with_key"],
         )
-        for form in ("first_form", "without_keys", "with_key"):
+        for form in ("without_keys", "with_key"):
             assert keyed.is_of(case[form], command), (form, case)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.settings import Settings
+from grabstream.settings import Settings
 from tests.support.journal_vectors import keys_text, read_dump, verdict_of
 from tests.support.release_history import (
     FOLDERS,

@@ -29,10 +29,10 @@ import msgspec
 import redis.asyncio
 from psycopg import AsyncConnection, sql
 
-from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.gate.tickets import TicketKeys, sign
+from grabstream.crypto.sealing import Sealer
+from grabstream.crypto.tickets import TicketKeys, sign
+from grabstream.gate.calls import GateLimits
+from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import encode_answer
 from grabstream.models.beacon import CHAINS
@@ -69,17 +69,16 @@ from grabstream.models.journal import (
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms
 from grabstream.models.outcomes import Outcome
 from grabstream.models.runs import AnyRun, decode_line
-from grabstream.ops.settings import load_settings
 from grabstream.projections.cursors import Fact, single_facts
 from grabstream.projections.definitions import PROJECTIONS, definition_of
 from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.versions import create_flat
+from grabstream.settings import load_settings
 from grabstream.streams.deciding.sweeper import Sweeper
+from grabstream.streams.follower import Chunk, Decoded, next_chunk
 from grabstream.streams.journal_keys import JournalKeys
-from grabstream.streams.projecting.follower import Chunk, Decoded, next_chunk
 from grabstream.streams.projecting.publisher import event_batches
 from scripts.schemas import ROOT, version_of_tree
-from tests.lua.conftest import outbox_lines, take_over
 from tests.lua.histories.recovered import fold
 from tests.lua.histories.tables import limits_at
 from tests.support.journal_vectors import (
@@ -93,6 +92,7 @@ from tests.support.journal_vectors import (
     verdict_of,
 )
 from tests.support.random_history import History
+from tests.support.shards import outbox_lines, take_over
 
 GOLDEN: Final = ROOT / "tests" / "golden"
 FOLDERS: Final = sorted(GOLDEN.glob("release-*"))

@@ -8,8 +8,7 @@ local KEY_AND_NAME =
   '^([^:~]+)[^:]*:([%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/])'
 
 -- Adds a chunk of sealed codes to a list. `list` is the loading state before this chunk (or nil), `loaded`
--- the loading state with it. Releases before 0.2 sealed codes with random nonces: those codes have names too,
--- but the names do not identify them.
+-- the loading state with it.
 local function add_codes(offer, list, loaded, items)
   for _, code in ipairs(items) do offer.codes_new[#offer.codes_new + 1] = code end
   if loaded.loaded == loaded.chunks then

@@ -6,9 +6,9 @@
 -- Times are stored as 5 bytes of milliseconds since 2020-01-01 (enough until 2054).
 local EPOCH_MS = 1577836800000
 
--- A digest begins with the name of its form and a '$', which no id contains; the first form, of 8 characters,
--- has no name. models/digests.py makes and compares digests. A grab that asks for one unit and nothing else
--- has this digest: its event, and the record of its user, hold its whole body.
+-- A digest begins with the name of its form and a '$', which no id contains. models/digests.py makes and
+-- compares digests. A grab that asks for one unit and nothing else has this digest: its event, and the record
+-- of its user, hold its whole body.
 local PLAIN = 'plain'
 
 -- The part of a record that names its offer: '' if the offer has its campaign's name, since no other offer
