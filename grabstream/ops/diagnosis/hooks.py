@@ -7,7 +7,7 @@ from psycopg import AsyncConnection
 from psycopg.rows import class_row
 
 from grabstream.models.bounds import counted
-from grabstream.ops.diagnosis.findings import Finding
+from grabstream.ops.diagnosis.findings import Finding, shard_list
 from grabstream.ops.diagnosis.topics import LATE_MS
 from grabstream.projections.tables.webhooks import (
     OFFER_PLACES_MAX,
@@ -25,7 +25,7 @@ class HookReading(NamedTuple):
     """A subscription: deliveries that wait and that are parked, the attempts and the problem of the one that
     failed most often, and times in ms since 1970 UTC: the start of its failures, of an untried due delivery,
     and of an unread event of the audit trail (None: not the case). `places` are the taken places of its
-    queue.
+    queue. `misplaced` are the shards in which its cursor names another history than the audit trail has.
     """
 
     webhook: str
@@ -40,6 +40,7 @@ class HookReading(NamedTuple):
     failing_since: int | None
     due_since: int | None
     unread_since: int | None
+    misplaced: Sequence[int] | None = None
     places: int = 0
 
 
@@ -51,8 +52,9 @@ SELECT w.webhook, w.state, w.reason,
        coalesce(d.parked_offers, 0) AS parked_offers, d.parked_since,
        coalesce(d.attempts, 0) AS attempts, d.problem, d.failing_since, d.due_since,
        CASE WHEN u.cursors > 0 THEN u.unread_since
-            WHEN EXISTS (SELECT 1 FROM audit) THEN (extract(epoch FROM w.created_at) * 1000)::bigint
-       END AS unread_since
+            WHEN EXISTS (SELECT 1 FROM audit)
+            THEN (extract(epoch FROM greatest(least(w.created_at, now()), to_timestamp(0))) * 1000)::bigint
+       END AS unread_since, u.misplaced
 FROM webhooks AS w
 LEFT JOIN LATERAL (
     SELECT count(*) FILTER (WHERE state = 'waiting') AS waiting,
@@ -62,15 +64,25 @@ LEFT JOIN LATERAL (
            max(attempts) FILTER (WHERE state = 'waiting') AS attempts,
            (array_agg(problem ORDER BY attempts DESC) FILTER (WHERE problem IS NOT NULL))[1] AS problem,
            min(at) FILTER (WHERE state = 'waiting' AND attempts > 0) AS failing_since,
-           (extract(epoch FROM min(due_at) FILTER (WHERE state = 'waiting' AND attempts = 0)) * 1000)::bigint
+           (extract(epoch FROM min(due_at)
+                    FILTER (WHERE state = 'waiting' AND attempts = 0 AND isfinite(due_at))) * 1000)::bigint
                AS due_since
     FROM webhook_deliveries WHERE webhook = w.webhook
 ) AS d ON true
 LEFT JOIN LATERAL (
-    SELECT count(*) AS cursors, min(first.at) AS unread_since
+    SELECT count(*) AS cursors, min(first.at) AS unread_since,
+           array_agg(c.shard ORDER BY c.shard) FILTER (
+               WHERE here.last_seq = c.seq AND here.hash <> c.head OR here.last_seq > c.seq
+               OR read_to.seq < c.seq AND read_to.next_offset >= c.next_offset
+           ) AS misplaced
     FROM webhook_cursors AS c LEFT JOIN LATERAL (
         SELECT at FROM audit WHERE shard = c.shard AND seq > c.seq ORDER BY seq LIMIT 1
     ) AS first ON true
+    LEFT JOIN LATERAL (
+        SELECT seq + seqs - 1 AS last_seq, hash FROM audit
+        WHERE shard = c.shard AND seq <= c.seq ORDER BY seq DESC LIMIT 1
+    ) AS here ON true
+    LEFT JOIN cursors AS read_to ON read_to.projection = 'audit' AND read_to.shard = c.shard
     WHERE c.webhook = w.webhook
 ) AS u ON true
 ORDER BY w.created_at, w.webhook
@@ -101,6 +113,7 @@ def _of(hook: HookReading, now_ms: int) -> Iterator[Finding]:
         yield _parked(hook)
     if hook.state != "paused":
         yield from _nearly_full(hook)
+        yield from _misplaced(hook)
         yield from _late(hook, now_ms)
     elif hook.reason:
         yield Finding(
@@ -148,6 +161,19 @@ def _nearly_full(hook: HookReading) -> Iterator[Finding]:
             "when it is full, its receiver gets new events of all offers only as fast as it accepts those "
             "that wait; no event is lost",
             f"{show} --state waiting   # which offers they are of, and what its receiver answered",
+        )
+
+
+def _misplaced(hook: HookReading) -> Iterator[Finding]:
+    """A cursor that the reader refuses, because the journal has another history there."""
+    if hook.misplaced:
+        shards = shard_list(hook.misplaced)
+        yield Finding(
+            "stuck",
+            f"webhook {hook.webhook}, {shards}: the journal contradicts its cursor",
+            "its receiver gets no newer events of these shards",
+            f"grabstream webhooks remove {hook.webhook}   # then add it again, with --from a time before "
+            "the first event that its receiver lacks",
         )
 
 

@@ -8,11 +8,15 @@ the projection, because its code may read anything.
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any, Final
 
-from psycopg import AsyncConnection, ProgrammingError
+from psycopg import AsyncConnection, DataError, ProgrammingError, adapters
+from psycopg.abc import AdaptContext, Buffer
+from psycopg.adapt import Loader
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import Format
 from psycopg_pool import AsyncConnectionPool
 
 #: PostgreSQL cuts longer names.
@@ -43,6 +47,33 @@ _LIMITS: Final = {
     "idle_in_transaction_session_timeout": 0,
     "transaction_timeout": 170_000,
 }
+#: What stands for times that Python does not have: 'infinity', and years after 9999 or before 1. Both can be
+#: shown in every time zone.
+TIME_MIN: Final = datetime(1, 1, 2, tzinfo=UTC)
+TIME_MAX: Final = datetime(9999, 12, 30, tzinfo=UTC)
+
+
+class _AnyTime(Loader):
+    """Loads every `timestamptz`. An operator may write 'infinity' for *never*; the loader of psycopg raises
+    at it, and one such row would end each process that reads it.
+    """
+
+    def __init__(self, oid: int, context: AdaptContext | None = None) -> None:
+        super().__init__(oid, context)
+        self._inner = _TIME_LOADER(oid, context)
+
+    def load(self, data: Buffer) -> datetime:
+        """The time, or TIME_MIN or TIME_MAX instead of one before or after it."""
+        try:
+            time: datetime = self._inner.load(data)
+        except DataError:
+            text = bytes(data)
+            return TIME_MIN if text.startswith(b"-") or text.endswith(b"BC") else TIME_MAX
+        return time
+
+
+_TIME_OID: Final = adapters.types["timestamptz"].oid
+_TIME_LOADER: Final[Any] = adapters.get_loader(_TIME_OID, Format.TEXT)
 
 
 async def connect(postgres: str, schema: str, work: str = "", **options: Any) -> AsyncConnection[Any]:
@@ -58,6 +89,7 @@ async def connect(postgres: str, schema: str, work: str = "", **options: Any) ->
     connect: Any = AsyncConnection.connect  # noqa: TID251 - here only
     connection: AsyncConnection[Any] = await connect(postgres, **chosen, application_name=name)
     try:
+        connection.adapters.register_loader(_TIME_OID, _AnyTime)
         await _lift_limits(connection)
         if not autocommit:
             await connection.set_autocommit(False)
@@ -109,6 +141,7 @@ def open_pool(
     }
 
     async def configure(connection: AsyncConnection[Any]) -> None:
+        connection.adapters.register_loader(_TIME_OID, _AnyTime)
         await _lift_limits(connection)
         await prepare(connection)
 

@@ -256,7 +256,7 @@ CREATE TABLE webhooks (
     reason text,
     from_ms bigint NOT NULL,
     created_at timestamptz NOT NULL DEFAULT now(),
-    delivered bigint NOT NULL DEFAULT 0,
+    delivered bigint NOT NULL DEFAULT 0 CHECK (delivered BETWEEN 0 AND 1000000000000000),
     delivered_at timestamptz,
     -- The secret before the last rotation signs too, until then.
     previous_sealed_secret text,
@@ -266,28 +266,29 @@ CREATE TABLE webhooks (
 -- The position of each in the journal.
 CREATE TABLE webhook_cursors (
     webhook text NOT NULL REFERENCES webhooks ON DELETE CASCADE,
-    shard integer NOT NULL,
-    seq bigint NOT NULL,
-    head bytea NOT NULL,
-    next_offset bigint NOT NULL,
-    term bigint NOT NULL,
+    shard integer NOT NULL CHECK (shard >= 0),
+    seq bigint NOT NULL CHECK (seq >= 0),
+    head bytea NOT NULL CHECK (octet_length(head) = 32),
+    next_offset bigint NOT NULL CHECK (next_offset >= 0),
+    term bigint NOT NULL CHECK (term >= 0),
     owner text NOT NULL,
     PRIMARY KEY (webhook, shard)
 );
 
 -- Events that are not delivered yet; a delivered event is deleted. `body` is the text as on `grab.events`.
 -- `waiting`: it is sent at `due_at`, after events of its offer with a lower seq. `parked`: an operator sends
--- it again.
+-- it again. The checks refuse what could not be sent, or counted.
 CREATE TABLE webhook_deliveries (
     webhook text NOT NULL REFERENCES webhooks ON DELETE CASCADE,
-    shard integer NOT NULL,
-    seq bigint NOT NULL,
+    shard integer NOT NULL CHECK (shard >= 0),
+    seq bigint NOT NULL CHECK (seq > 0),
     offer text NOT NULL,
     type text NOT NULL,
-    at bigint NOT NULL,
+    -- Up to the end of the year 9999.
+    at bigint NOT NULL CHECK (at BETWEEN 0 AND 253402300799999),
     body text NOT NULL,
     state text NOT NULL DEFAULT 'waiting' CHECK (state IN ('waiting', 'parked')),
-    attempts integer NOT NULL DEFAULT 0,
+    attempts integer NOT NULL DEFAULT 0 CHECK (attempts BETWEEN 0 AND 1000000),
     due_at timestamptz NOT NULL DEFAULT now(),
     status integer,
     problem text,

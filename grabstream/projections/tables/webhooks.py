@@ -26,6 +26,9 @@ PARKED_MAX: Final = 100_000
 WEBHOOKS_MAX: Final = 100
 #: Statuses of a receiver that accepts nothing now: Request Timeout, Too Many Requests.
 TAKES_NOTHING: Final = (408, 429)
+#: Whether an event may be sent. No attempt makes it due later than this: PostgreSQL's clock jumped then, or
+#: an operator wrote the time.
+_IS_DUE: Final = "(due_at <= now() OR due_at > now() + interval '25 hours')"
 #: An event of a shard, as SHARD-SEQ.
 EVENT_PATTERN: Final = "^[0-9]{1,4}-[0-9]{1,15}$"
 _is_event: Final = re.compile(EVENT_PATTERN.strip("^$")).fullmatch
@@ -337,7 +340,7 @@ async def due(
     async with connection.cursor(row_factory=class_row(Delivery)) as cursor:
         await cursor.execute(
             f"{_FIRST} SELECT {_DELIVERY} FROM first "  # noqa: S608
-            "WHERE offer <> ALL(%(busy)s) AND (due_at <= now() OR %(early)s AND offer <> ALL(%(tried)s) "
+            f"WHERE offer <> ALL(%(busy)s) AND ({_IS_DUE} OR %(early)s AND offer <> ALL(%(tried)s) "
             "AND (status IS NULL OR status >= 500 OR status = ANY(%(takes_nothing)s))) "
             "ORDER BY due_at, seq LIMIT %(most)s".encode(),
             {
@@ -410,10 +413,10 @@ async def failed(
         if delivery.attempts + 1 >= attempts_max:
             await _lock(connection, delivery.webhook)
         done = await connection.execute(
-            "UPDATE webhook_deliveries SET attempts = attempts + (due_at <= now())::integer, status = %s, "
-            "problem = %s, due_at = greatest(CASE WHEN due_at <= now() THEN now() + make_interval(secs => "
+            f"UPDATE webhook_deliveries SET attempts = attempts + {_IS_DUE}::integer, status = %s, "  # noqa: S608
+            f"problem = %s, due_at = greatest(CASE WHEN {_IS_DUE} THEN now() + make_interval(secs => "
             "%s) ELSE due_at END, now() + make_interval(secs => %s)) WHERE webhook = %s AND shard = %s "
-            "AND seq = %s AND state = 'waiting' AND attempts = %s RETURNING attempts",
+            "AND seq = %s AND state = 'waiting' AND attempts = %s RETURNING attempts".encode(),
             (
                 status, problem, again_seconds, after_seconds, delivery.webhook, delivery.shard, delivery.seq,
                 delivery.attempts,

@@ -87,7 +87,7 @@ async def test_subscriptions_are_read_with_what_is_not_delivered(
         assert other == WELL._replace(webhook="b")
         assert abs((one.due_since or 0) - time.time() * 1_000) < 60_000
         assert one._replace(due_since=None) == HookReading(
-            "a", "active", None, 4, 2, 1, 1_000, 2, "400", 3_000, None, None, 3
+            "a", "active", None, 4, 2, 1, 1_000, 2, "400", 3_000, None, None, None, 3
         )
         # The audit trail has an event not yet read for these webhooks.
         async with await open_tables(system) as tables:
@@ -97,7 +97,22 @@ async def test_subscriptions_are_read_with_what_is_not_delivered(
             )
         _, other = await read_hooks(books)
         assert abs((other.unread_since or 0) - time.time() * 1_000) < 60_000
-        await books.execute("INSERT INTO webhook_cursors VALUES ('b', 0, 0, '', 0, 0, '')")
+        await books.execute("INSERT INTO webhook_cursors VALUES ('b', 0, 0, %s, 0, 0, '')", (bytes(32),))
         assert (await read_hooks(books))[1].unread_since == 5
-        await books.execute("UPDATE webhook_cursors SET seq = 1")
+        await books.execute("UPDATE webhook_cursors SET seq = 1, next_offset = 1")
         assert (await read_hooks(books))[1].unread_since is None
+        assert (await read_hooks(books))[1].misplaced is None
+        for damage in ("head = decode(repeat('01', 32), 'hex')", "seq = 5, next_offset = 0"):
+            await books.execute(f"UPDATE webhook_cursors SET {damage}".encode())
+            [lost] = [one for one in await read_hooks(books) if one.misplaced]
+            assert (lost.webhook, lost.misplaced) == ("b", [0])
+            [finding] = not_delivered([lost._replace(due_since=None)], 0)
+            assert "webhook b, shard 0: the journal contradicts its cursor" in finding.what
+            assert finding.command.startswith("grabstream webhooks remove b ")
+            await books.execute(
+                "UPDATE webhook_cursors SET seq = 1, next_offset = 1, head = %s", (bytes(32),)
+            )
+        # What Python has no time for, SQL may not have a number for.
+        await books.execute("UPDATE webhooks SET created_at = 'infinity'")
+        await books.execute("UPDATE webhook_deliveries SET due_at = 'infinity', attempts = 0")
+        assert len(await read_hooks(books)) == 2
