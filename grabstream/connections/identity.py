@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 from psycopg import AsyncConnection
+from redis.exceptions import ResponseError
 
 from grabstream.models.bounds import counted
 from grabstream.models.journal import Cursor
@@ -44,6 +45,10 @@ class OtherJournal(OtherSystem):
 
 class IdentityNotRecorded(OtherSystem):
     """The schema has tables, but no identity, since an `init` did not finish; `init` records it."""
+
+
+class ClaimDamaged(OtherSystem):
+    """The key in Redis that records the identity holds what no program writes: it names no other system."""
 
 
 class _Claim(msgspec.Struct, frozen=True):
@@ -102,21 +107,31 @@ def compare_journal(settings: Settings, identity: Identity, topic: Topic | None)
 # -- Redis ---------------------------------------------------------------------------------------------------
 
 
+async def _claim_in(redis: Any, key: str, settings: Settings) -> _Claim | None:
+    """What is recorded in Redis; None if nothing is. Raises ClaimDamaged."""
+    try:
+        value = await redis.get(key)
+        return None if value is None else msgspec.json.decode(value, type=_Claim)
+    except ResponseError as error:
+        if "WRONGTYPE" not in str(error):
+            raise
+        holds = f"is a {(await redis.type(key)).decode()}"
+    except msgspec.MsgspecError:
+        holds = f"holds {value[:80]!r}"
+    raise ClaimDamaged(
+        f"key {key} in Redis should record which system prefix {settings.prefix} belongs to, but {holds}",
+        f"set another GRAB_PREFIX; or, if no program needs that key, delete it: `redis-cli DEL {key}`. A "
+        "worker then writes it again",
+    )
+
+
 async def require_prefix(redis: Any, key: str, settings: Settings, identity: Identity | None = None) -> None:
     """Raises OtherSystem when the prefix in Redis belongs to another schema, another number of shards or, if
-    `identity` is given, another journal.
+    `identity` is given, another journal; ClaimDamaged when its record cannot be read.
     """
-    value = await redis.get(key)
-    if value is None:
+    claim = await _claim_in(redis, key, settings)
+    if claim is None:
         return
-    try:
-        claim = msgspec.json.decode(value, type=_Claim)
-    except msgspec.MsgspecError:
-        raise OtherSystem(
-            f"key {key} in Redis should record which system prefix {settings.prefix} belongs to, but holds "
-            f"{value[:80]!r}",
-            f"set another GRAB_PREFIX; or, if no program needs that key, delete it: `redis-cli DEL {key}`",
-        ) from None
     journal = identity.journal if identity else claim.journal
     wanted = _Claim(settings.schema_, journal, settings.shards, claim.cluster)
     if claim != wanted:
@@ -157,8 +172,8 @@ async def find_audience(redis: Any, key: str, settings: Settings) -> str:
     where that is lost, from Kafka. Raises BadSettings without a journal, and the errors of a server that does
     not answer.
     """
-    value = await redis.get(key)
-    cluster = msgspec.json.decode(value, type=_Claim).cluster if value is not None else ""
+    claim = await _claim_in(redis, key, settings)
+    cluster = claim.cluster if claim is not None else ""
     if not cluster:
         topic = await find_journal(settings)
         if topic is None:

@@ -13,6 +13,12 @@ from click.testing import CliRunner
 from psycopg import AsyncConnection
 
 from grabstream.connections.identity import (
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import StockTerms
+from grabstream.ops.cli import VERBS, grabstream
+from grabstream.ops.commands.operate import worker
+from grabstream.connections.identity import (
+    ClaimDamaged,
     IdentityNotRecorded,
     OtherJournal,
     OtherSystem,
@@ -23,6 +29,8 @@ from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.cli import VERBS, grabstream
 from grabstream.ops.diagnosis.examination import examine
+from grabstream.connections.opening import check_system, key_space, open_gate, open_redis
+from grabstream.ops.diagnosis.examination import SYSTEM_CHECK, examine
 from grabstream.ops.initialization import make_system, take_new_journal
 from grabstream.projections.database.locks import Held
 from grabstream.projections.versions import drop_all
@@ -460,4 +468,37 @@ async def test_receipts_name_prefix_and_cluster_also_after_redis_or_the_journal_
         assert other.id != topic.id
         assert await find_audience(redis, key, without_kafka) == expected
     finally:
+        await redis.aclose()
+
+
+@pytest.mark.parametrize("value", ["a list", "no JSON"])
+async def test_a_damaged_record_in_redis_is_named_with_a_way_out(
+    system: Settings, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By every process that starts, and by `doctor`. It names no other system, so no running worker ends: the
+    worker writes it again when it is deleted.
+    """
+    monkeypatch.setattr(worker, "CHECK_AGAIN_SECONDS", 0.05)
+    redis, key, stop = open_redis(system), key_space(system).system, asyncio.Event()
+    known = worker.Known(system, lambda name: None, False)
+    await known.check()
+    await redis.delete(key)
+    await (redis.rpush(key, value) if value == "a list" else redis.set(key, value))
+    keeping = asyncio.create_task(known.keep(redis, stop))
+    way_out = f"redis-cli DEL {key}"
+    try:
+        for refuses in (check_system(system), find_audience(redis, key, system)):
+            with pytest.raises(ClaimDamaged, match=way_out):
+                await refuses
+        [(check, finding)] = (await examine(system)).findings
+        assert (check, finding.severity) == (SYSTEM_CHECK, "stuck")
+        assert way_out in finding.command
+        await until(lambda: way_out in caplog.text, 10, "the worker's log")
+        assert not keeping.done()
+        await redis.delete(key)
+        await until(lambda: redis.exists(key), 10, "the record")
+        await check_system(system)
+    finally:
+        stop.set()
+        await keeping
         await redis.aclose()

@@ -19,7 +19,7 @@ from aiokafka.errors import KafkaError
 from redis.exceptions import RedisError
 
 import grabstream.models.events  # noqa: F401 - reports a gap in the upcasters here, not at a role's first event
-from grabstream.connections.identity import IdentityNotRecorded, claim_prefix
+from grabstream.connections.identity import ClaimDamaged, IdentityNotRecorded, claim_prefix
 from grabstream.connections.key_files import KeyFiles
 from grabstream.connections.logins import raise_refusal
 from grabstream.connections.opening import (
@@ -291,6 +291,7 @@ class Known:
         """Renews the claim of the prefix whenever Redis has lost it, until `stop`; raises BadSettings when
         the prefix belongs to another system.
         """
+        damaged = Trouble(log, "checking which system this is")
         while not stop.is_set():
             try:
                 if self._identity is None:
@@ -299,6 +300,12 @@ class Known:
                     await claim_prefix(
                         redis, key_space(self._settings).system, self._settings, self._identity
                     )
+                    damaged.over()
+            except ClaimDamaged as error:
+                # It names no other system, and this worker has compared the servers: no reason to end.
+                if self._identity is None:
+                    raise
+                damaged.say(str(error))
             except BaseException as error:
                 if not is_trouble(error):
                     raise
