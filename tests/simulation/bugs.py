@@ -539,7 +539,7 @@ OF_BOOKS: Final = (
         (
             (
                 "grabstream/streams/projecting/verifier.py",
-                "if history is not None and history.decode() == observed.history:",
+                "if history is not None and history == observed.history.encode():",
                 "if True:",
             ),
             (

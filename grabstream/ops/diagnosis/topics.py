@@ -420,11 +420,16 @@ def commands_set_aside(readings: TopicReadings, settings: Settings, now_ms: int)
         return []
     last, rejected = aside[-1], Topics(settings.prefix).rejected
     others = f" (and {len(aside) - 1:,} before it)" if len(aside) > 1 else ""
+    after = (
+        "a key of its offer in Redis is damaged: after `grabstream rebuild redis`, send the command again "
+        "with the same id"
+        if "WRONGTYPE" in last.reason
+        else "report the reason, and send the command again with the same id after an upgrade"
+    )
     return [
         Finding(
             "risk", f"a command was set aside because no script can decide it{others}: {last.reason}",
-            "its sender was answered `invalid`, or got no answer if it may have been decided; report the "
-            "reason, and send the command again with the same id after an upgrade",
+            f"its sender was answered `invalid`, or got no answer if it may have been decided; {after}",
             f"kafka-console-consumer.sh --bootstrap-server {settings.kafka} --topic {rejected} --partition 0 "
             f"--offset {last.offset} "
             "--max-messages 1 --property print.headers=true",

@@ -34,9 +34,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 import psycopg
 from psycopg import AsyncConnection, IsolationLevel
+from redis.exceptions import ResponseError
 
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.server import server_epoch_of
+from grabstream.models.bounds import shortened
 from grabstream.models.journal import Cursor
 from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
@@ -82,6 +84,10 @@ RETRY_SECONDS: Final = 2.0
 ANSWER_SECONDS_MAX: Final = 2.0
 
 T = TypeVar("T")
+
+
+#: The fields of an offer in Redis with the numbers that are compared.
+NUMBERS: Final = ("offer_seq", "amount_left", "units_left", "held", "places")
 
 
 class Observation(NamedTuple):
@@ -532,16 +538,20 @@ class Verifier:
             return
         history, seq, offers = answer
         for state, values in zip(states, offers, strict=True):
+            if damage := _damage_of(values):
+                problem = RecordedProblem(state.offer, f"{state.offer} in Redis: {damage}")
+                await self._judge(connection, "redis", shard, [state.offer], [problem])
+                continue
             if values[0] is None:
                 # Retired or lost: that is certain only if no more events are on their way.
-                if int(seq or 0) == (await verified.progress(connection))[shard].seq:
+                if seq == (await verified.progress(connection))[shard].seq:
                     problem = RecordedProblem(
                         state.offer, f"{state.offer} is not in Redis, though it has not retired"
                     )
                     await self._judge(connection, "redis", shard, [state.offer], [problem])
                 continue
             offer_seq, left, units, held, places = (int(value or 0) for value in values)
-            observed = Observation(history.decode(), offer_seq, (left, units, held, places))
+            observed = Observation(history, offer_seq, (left, units, held, places))
             if offer_seq <= state.offer_seq:
                 await self._judge_redis(connection, state, observed)
             elif len(self._observed) < OBSERVATIONS_MAX or state.offer in self._observed:
@@ -555,22 +565,25 @@ class Verifier:
                 ):
                     self._observed[state.offer] = observed
 
-    async def _read(
-        self, shard: int, states: Sequence[OfferState]
-    ) -> tuple[bytes, bytes | None, list[Any]] | None:
-        """History and seq of a shard, and the numbers of offers; None while the shard is not reconciled."""
+    async def _read(self, shard: int, states: Sequence[OfferState]) -> tuple[str, int, list[Any]] | None:
+        """History and seq of a shard, and the numbers of offers, or the error of an offer's key; None while
+        the shard is not reconciled, or its own fields are damaged, which its relay reports.
+        """
         keys = self._keys.shard(shard)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(keys.state, ["server_epoch", "history", "seq"])
             for state in states:
-                pipe.hmget(
-                    keys.offer(state.offer), ["offer_seq", "amount_left", "units_left", "held", "places"]
-                )
-            [[shard_epoch, history, seq], *offers] = await pipe.execute()
+                pipe.hmget(keys.offer(state.offer), list(NUMBERS))
+            of_shard, *offers = await pipe.execute(raise_on_error=False)
+        if isinstance(of_shard, Exception):
+            raise of_shard
+        shard_epoch, history, seq = (value and value.decode(errors="replace") for value in of_shard)
         # Checked after reading: in another server epoch, what was read may be undone.
-        if shard_epoch is None or shard_epoch.decode() != await server_epoch_of(self._redis, keys.state):
+        if shard_epoch is None or shard_epoch != await server_epoch_of(self._redis, keys.state):
             return None
-        return history, seq, offers
+        if not history or (seq and not _is_number(seq)):
+            return None
+        return history, int(seq or 0), offers
 
     async def _answered(self, shard: int, asking: Awaitable[T]) -> T | None:
         """The answer of Redis about a shard; None while its server does not answer, which does not delay the
@@ -594,7 +607,7 @@ class Verifier:
             history = await self._answered(
                 state.shard, self._redis.hget(self._keys.shard(state.shard).state, "history")
             )
-            if history is not None and history.decode() == observed.history:
+            if history is not None and history == observed.history.encode():
                 await self._judge_redis(connection, state, observed)
 
     async def _judge_redis(
@@ -634,7 +647,20 @@ class Verifier:
 
 
 _subject_of = re.compile(r": | is (?:not )?in Redis")
-_number_of_offer = re.compile(r"offer:[^/]+, (?:offer_seq|amount_left|units_left|held|places)\Z").match
+_number_of_offer = re.compile(rf"offer:[^/]+, (?:{'|'.join(NUMBERS)})\Z").match
+_is_number = re.compile("-?[0-9]{1,18}").fullmatch
+
+
+def _damage_of(values: list[bytes | None] | Exception) -> str:
+    """Why the numbers of an offer cannot be compared, in words; '' if they can."""
+    if isinstance(values, ResponseError):
+        return f"its key cannot be read: {values}"
+    if isinstance(values, Exception):
+        raise values
+    for name, value in zip(NUMBERS, values, strict=True):
+        if value and not _is_number(value.decode(errors="replace")):
+            return f"{name} is {shortened(ascii(value))}, not a number"
+    return ""
 
 
 def _subject(line: str) -> str:

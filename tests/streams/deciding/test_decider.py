@@ -35,6 +35,7 @@ from tests.conftest import until
 from tests.lua.changed_scripts import inject
 from tests.streams.deciding.topic_records import read_all
 from tests.streams.state import assert_state_is_the_journal_s
+from tests.support.command_line import env_of, grabstream
 from tests.support.fake_relay import CARRIED_OUT, TERMS, InterruptedClient, steps_of
 from tests.support.raw_batches import RawRecord, produce_batch, raw_batch
 from tests.support.redis_keys import delete_keys
@@ -481,6 +482,31 @@ async def test_an_undecidable_command_of_a_topic_is_answered_invalid_and_set_asi
     ]
     assert len(findings) == 1
     assert stage.topics.rejected in findings[0].command
+
+
+async def test_a_key_of_another_type_makes_only_its_commands_invalid_until_redis_is_rebuilt(
+    stage: Stage,
+) -> None:
+    offer, other = stock_in(stage.keys, 0), stock_in(stage.keys, 1)
+    stage.relay(0, 1)
+    await stage.open(offer, other)
+    await stage.redis.set(stage.keys.shard(0).offer(offer.offer), "of another program")
+    async with stage.decider():
+        await stage.send([[*crowd(offer.offer, 1), *crowd(other.offer, 1)]])
+        answered = await stage.until_answered(2)
+    assert (answered[f"{offer.offer}-g0"], answered[f"{other.offer}-g0"]) == ("invalid", "held")
+    [finding] = [one for _, one in (await examine(stage.settings)).findings if "set aside" in one.what]
+    assert "WRONGTYPE" in finding.what
+    assert "after `grabstream rebuild redis`, send the command again" in finding.means
+    await stage.stop_relay(0, 1)
+    rebuilt = await asyncio.to_thread(
+        grabstream, "rebuild", "redis", "--shard", "0", **env_of(stage.settings)
+    )
+    assert rebuilt.returncode == 0, rebuilt.stderr
+    stage.relay(0)
+    async with open_gate(stage.settings) as gate:
+        [again] = await gate.decide(crowd(offer.offer, 1), patience_ms=20_000, timeout_ms=20_000)
+    assert again.outcome == "held"
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from psycopg import AsyncConnection
 
 from grabstream.connections.opening import key_space, open_gate, open_redis
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace
+from grabstream.lua.server import server_epoch_of
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms, StockTerms
 from grabstream.projections.checking import verified
@@ -243,6 +244,38 @@ async def _as_if_set_aside(connection: AsyncConnection[Any], lines: list[bytes],
         (lines[seq - 1], seq),
     )
     await connection.execute("DELETE FROM audit_1 WHERE seq = %s", (seq,))
+
+
+async def test_a_damaged_key_of_an_offer_is_a_finding_and_others_are_compared(
+    system: Settings, history: History
+) -> None:
+    """A key of another type, and a field that is no number, end no verifier and hide no other offer."""
+    await project(system, history, Random(1))
+    redis, keys = open_redis(system), key_space(system).shard(SHARD)
+    live = await rows(system, "SELECT offer FROM offers WHERE state <> 'retired' ORDER BY offer")
+    names = [offer for (offer,) in live][:3]
+    epoch = await server_epoch_of(redis, keys.state)
+    await redis.hset(keys.state, mapping={"server_epoch": epoch, "history": "1", "seq": 1})
+    numbers = dict.fromkeys(verifier_module.NUMBERS, 0)
+    for offer in names:
+        await redis.hset(keys.offer(offer), mapping=numbers)
+    typed, counted, whole = names
+    await redis.set(keys.offer(typed), "x")
+    await redis.hset(keys.offer(counted), "units_left", b"\xff9")
+    async with verifying(system) as passes:
+        said = {finding.subject: finding.what for finding in await passes() if finding.kind == "redis"}
+        assert f"{typed} in Redis: its key cannot be read" in said[typed]
+        assert "WRONGTYPE" in said[typed]
+        assert f"{counted} in Redis: units_left is b'\\xff9', not a number" in said[counted]
+        assert "Redis is at its event 0" in said[whole]
+        # The relay reports damaged fields of the shard itself.
+        for field, value in (("history", ""), ("seq", "x"), ("server_epoch", b"\xff")):
+            before = await redis.hget(keys.state, field)
+            await redis.hset(keys.state, field, value)
+            await passes()
+            await redis.hset(keys.state, field, before)
+    await redis.delete(keys.state, *map(keys.offer, names))
+    await redis.aclose()
 
 
 @pytest.mark.nightly
