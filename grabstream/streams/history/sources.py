@@ -15,12 +15,13 @@ of the append, and are not used.
 import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 from aiokafka.errors import KafkaTimeoutError, OffsetOutOfRangeError
 from psycopg import AsyncConnection
+from psycopg.errors import InsufficientPrivilege, UndefinedTable
 
 from grabstream.models.journal import Block, Corrupt, Cursor, Gap, chain, is_signed_owner
 from grabstream.models.runs import decode_line, decode_lines
@@ -28,6 +29,7 @@ from grabstream.models.transfers import transfers_of
 from grabstream.projections import cursors
 from grabstream.projections.checking import trail
 from grabstream.projections.cursors import Fact, facts_of, follow
+from grabstream.projections.tables import set_aside as aside_records
 from grabstream.projections.tables.set_aside import SetAsideRecord
 from grabstream.streams.follower import Chunk, Decoded, FactsOf, next_chunk
 from grabstream.streams.history.chunks import Point
@@ -363,7 +365,7 @@ class AuditSource:
             seq = max(min(seq, end), 0)
         head = await trail.hash_at(self._books, shard, seq)
         if head is None:
-            raise Gap(f"audit trail, shard {shard}: seq {seq} is missing")
+            raise await self._missing(shard, seq)
         return Start(Cursor(seq, head), end)
 
     async def chunks(
@@ -404,10 +406,22 @@ class AuditSource:
             if good == len(rows) > 0:
                 continue
             if good == len(rows) or rows[good].seq != cursor.seq + 1:
-                raise Gap(f"audit trail, shard {shard}: seq {cursor.seq + 1} is missing")
+                raise await self._missing(shard, cursor.seq + 1)
             raise Corrupt(
                 f"audit trail, shard {shard}: the hash of seq {cursor.seq + 1} is not that of its text"
             )
+
+    async def _missing(self, shard: int, seq: int) -> Gap:
+        """What is raised at an event that the trail lacks; it names the way out if operators set it aside."""
+        words = f"audit trail, shard {shard}: seq {seq} is missing"
+        with suppress(InsufficientPrivilege, UndefinedTable):
+            for record in await aside_records.load(self._books, "audit"):
+                if record.has(shard, seq):
+                    words += (
+                        f": {record.operator} has set it aside ({record.reason}). Read the journal instead, "
+                        "which has it, or run `grabstream rebuild audit` once the cause is removed"
+                    )
+        return Gap(words)
 
 
 def decode_verified(

@@ -5,13 +5,15 @@ cause is fixed; the record set aside stays in the books.
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grabstream.models.journal import GENESIS, Cursor, chain
+from grabstream.models.journal import GENESIS, Cursor, Gap, chain
 from grabstream.projections.checking.snapshots import newest, trail_of
 from grabstream.settings import Settings
+from grabstream.streams.history.sources import AuditSource
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
@@ -35,6 +37,7 @@ from tests.support.projecting import (
 from tests.support.raw_batches import RawRecord, produce_batch, raw_batch
 from tests.support.stopped_shards import (
     WHY,
+    as_if_set_aside,
     call_json,
     until_stopped,
 )
@@ -373,3 +376,37 @@ async def test_set_aside_before_init_fails_without_a_traceback(
     done = grabstream("set-aside", *words, **env_of(settings))
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_the_audit_trail_names_who_set_aside_what_it_lacks_and_the_way_out(
+    system: Settings, journal: JournalWriter, tmp_path: Path
+) -> None:
+    """For everything that is read from it: exports, replays and rebuilds."""
+    lines = [opened("e", 1), granted("e", 2), granted("e", 3), granted("e", 4)]
+    await journal.marker(1, "a")
+    for seq in range(1, 5):
+        await journal.block(lines, seq, seq)
+    async with running(system) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await until_at_seq(system, 4)
+    async with await open_tables(system) as tables:
+        await as_if_set_aside(tables, lines, 3)
+    folder = str(tmp_path / "archive")
+    way_out = "seq 3 is missing: olga has set it aside (a test). Read the journal instead, which has it"
+    for verb in (
+        ("export", folder, "--source", "audit"),
+        ("replay", "--into", "-", "--source", "audit"),
+        ("rebuild", "build", "ledger", "--from", "audit"),
+    ):
+        done = await asyncio.to_thread(grabstream, *verb, **env_of(system))
+        assert (done.returncode, way_out in done.stderr) == (1, True), (verb, done.stderr)
+    code, report = await call_json(system, "export", folder)
+    # The first export has stored nothing: it ended before its first file was whole.
+    assert (code, report["lines"]) == (0, 4)
+    # A gap that nobody made has no such words.
+    async with await open_tables(system) as tables:
+        await tables.execute("DELETE FROM set_aside_records")
+        source = AuditSource(tables)
+        with pytest.raises(Gap, match=r"seq 3 is missing\Z"):
+            [_ async for _ in source.chunks(SHARD, await source.start(SHARD, None))]

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from psycopg import AsyncConnection
 
 from grabstream.connections.opening import key_space, open_gate, open_redis
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace
@@ -39,6 +38,7 @@ from tests.support.projecting import (
 from tests.support.random_history import History, project, random_history
 from tests.support.stopped_shards import (
     WHY,
+    as_if_set_aside,
     call_json,
     until_stopped,
 )
@@ -218,7 +218,7 @@ async def test_records_set_aside_are_not_findings(system: Settings, journal: Jou
         await until_at_seq(system, 4)
     # The audit trail lacks another record, which the ledger has.
     async with await open_tables(system) as connection:
-        await _as_if_set_aside(connection, lines, 2)
+        await as_if_set_aside(connection, lines, 2)
     async with verifying(system) as passes:
         assert await passes() == []
     assert (await progress_of(system)).seq == 4
@@ -231,19 +231,6 @@ async def test_records_set_aside_are_not_findings(system: Settings, journal: Jou
     assert len(notes) == 3
     assert "1 event (3) set aside in ledger, shard 3 by olga" in "\n".join(notes)
     assert "offer:e -999 CNY; wallet:u3 +999 CNY" in "\n".join(notes)
-
-
-async def _as_if_set_aside(connection: AsyncConnection[Any], lines: list[bytes], seq: int) -> None:
-    await connection.execute(
-        "INSERT INTO set_aside_records (projection, read_model, shard, journal_offset, first_seq, count, "
-        "head, term, owner, headers, "
-        "value, value_sha256, offers, readable, missing, refused_because, reason, operator) "
-        "SELECT 'audit', m.schema, shard, 2, seq, 1, hash, 1, 'a', '[]', %s, '', '{e}', true, '[]', 'x', "
-        "'y', 'z' "
-        "FROM audit, read_models AS m WHERE seq = %s AND m.projection = 'audit' AND m.state = 'live'",
-        (lines[seq - 1], seq),
-    )
-    await connection.execute("DELETE FROM audit_1 WHERE seq = %s", (seq,))
 
 
 async def test_a_damaged_key_of_an_offer_is_a_finding_and_others_are_compared(

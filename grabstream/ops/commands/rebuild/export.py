@@ -137,7 +137,7 @@ async def _export(
         async with open_history(settings, source) as opened, exporting(store, system) as begun:
             planned = await plan(opened, stretches, True, _ends(begun.archive, shards))
             _require_end(source, planned, store)
-            aside = await _set_aside(settings) if source == "journal" else ()
+            aside = await _set_aside(settings)
             async with ArchiveSink(begun, encoder, step_of(settings), aside) as sink:
                 with ReadingBar("export", sum(part.units for part in planned)) as show:
                     ends = await _write(opened, planned, sink, show)
