@@ -451,6 +451,10 @@ class Consumer:
             raise CommitFailedError("the group has been rebalanced")
         group.committed.update(offsets)
 
+    async def committed(self, partition: TopicPartition) -> int | None:
+        """The offset that its group has committed."""
+        return self.broker.group(str(self._group_id)).committed.get(partition)
+
     async def end_offsets(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         """The offset after the last record of each."""
         await self.broker.request()

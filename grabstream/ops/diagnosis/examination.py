@@ -125,9 +125,12 @@ def _seal_keys(
 
 
 def _commands_wait(readings: Readings) -> list[Finding]:
-    return (
-        topics.commands_wait(readings.topics, readings.settings, readings.now_ms) if readings.topics else []
-    )
+    if not readings.topics:
+        return []
+    return [
+        *topics.offsets_lost(readings.topics),
+        *topics.commands_wait(readings.topics, readings.settings, readings.now_ms),
+    ]
 
 
 def _transactions_hang(readings: Readings) -> list[Finding]:

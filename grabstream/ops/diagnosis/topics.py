@@ -78,13 +78,24 @@ class SetAsideCommand(NamedTuple):
 class CommandTopic(NamedTuple):
     """A topic of commands: the number of its deciders, and their lags; its `compression.type` when it keeps
     batches compressed, else None; and its open transactions: for each partition, the offset of the first
-    record of the oldest one as `next_offset`, and the time of that record.
+    record of the oldest one as `next_offset`, and the time of that record. `jumps` are the partitions that do
+    not have the offset that the group has committed.
     """
 
     deciders: int
     lag: list[Lag]
     compression: str | None
     transactions: Sequence[Lag] = ()
+    jumps: Sequence["CommittedJump"] = ()
+
+
+class CommittedJump(NamedTuple):
+    """A partition, the offset that a group has committed, and the first and the next offset there."""
+
+    partition: int
+    committed: int
+    beginning: int
+    end: int
 
 
 class TopicReadings(NamedTuple):
@@ -140,9 +151,16 @@ async def _reading(
     open_ones = await lags(consumer, ends)
     # Records may have been added since, outside of transactions.
     still = await committed.end_offsets([TopicPartition(topic, one.partition) for one in open_ones])
+    beginnings, last = await consumer.beginning_offsets(list(at)), await consumer.end_offsets(list(at))
+    jumps = [
+        CommittedJump(p.partition, offset, beginnings[p], last[p])
+        for p, offset in at.items()
+        if (topic, p.partition) in offsets and not beginnings[p] <= offset <= last[p]
+    ]
     return CommandTopic(
         deciders, await lags(consumer, at, ends), await _compression_of(client, topic),
         [one for one in open_ones if still[TopicPartition(topic, one.partition)] == one.next_offset],
+        jumps,
     )  # fmt: skip
 
 
@@ -346,6 +364,30 @@ def commands_wait(readings: TopicReadings, settings: Settings, now_ms: int) -> l
         for commands, reading in readings.command_topics.items()
         for finding in _commands_wait(commands, reading, now_ms)
     ]
+
+
+def offsets_lost(readings: TopicReadings) -> list[Finding]:
+    """Partitions of commands whose committed offset no longer exists. A decider that runs has begun again at
+    the first record, and has logged that.
+    """
+    findings = []
+    for commands, reading in readings.command_topics.items():
+        for partition, offset, beginning, end in reading.jumps:
+            where = f"{commands}, partition {partition}"
+            if offset < beginning:
+                records = counted(beginning - offset, "records")
+                what = f"{where}: {records} were deleted before a decider read them"
+                means = "their commands are not decided, and their senders get no answer"
+                command = "have their senders send them again, with the same ids"
+            else:
+                what = f"{where}: the deciders have committed offset {offset}, but it ends at {end}"
+                means = (
+                    "it has lost its end, or was created again: commands that only the lost records had are "
+                    "not decided; if it grows beyond that offset first, those before it are skipped, too"
+                )
+                command = "grabstream worker --roles decide   # reads it from its beginning, nothing twice"
+            findings.append(Finding("stuck", what, means, command))
+    return findings
 
 
 def operations_on_commands(readings: TopicReadings, settings: Settings) -> list[Finding]:

@@ -241,9 +241,9 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             self._trouble.over()
             # Looks up the partitions before any wait: a partition that is revoked and assigned again gets a
             # new object, and its records are delivered again.
-            await self._take(
-                [(self._partitions.get(source), records) for source, records in fetched.items()], pace
-            )
+            taken = [(self._partitions.get(source), records) for source, records in fetched.items()]
+            await self._say_jumps(taken)
+            await self._take(taken, pace)
 
     async def _poll(self, wait_ms: int) -> dict[TopicPartition, list[Any]]:
         """The records that there are, at the latest after `wait_ms`; none when the decider is stopped."""
@@ -259,6 +259,38 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         finally:
             self._polling = None
         return fetched
+
+    async def _say_jumps(self, fetched: Sequence[tuple[OpenPartition | None, Sequence[Any]]]) -> None:
+        """Logs where the topic no longer has the offset at which reading was to continue: the client begins
+        again at the first record that there is.
+        """
+        for partition, records in fetched:
+            if partition is None:
+                continue
+            source, first, expected = partition.source, records[0].offset, partition.read_to
+            is_first = expected is None
+            if expected is None:
+                expected = await self._consumer.committed(source)
+            if expected is None or first == expected:
+                continue
+            if first < expected:
+                # Another decider, which has got the partition meanwhile, may have committed more.
+                if not is_first or expected > (await self._consumer.end_offsets([source]))[source]:
+                    log.error(
+                        "%s, partition %d: offset %d, where reading was to continue, is beyond its end: it "
+                        "has lost its end, or was created again. It is read from its beginning; commands "
+                        "that were decided get their first answers",
+                        source.topic, source.partition, expected,
+                    )  # fmt: skip
+            # Within a session, a gap is the end of a transaction; the lag before is reported for days.
+            elif is_first and expected < (
+                beginning := (await self._consumer.beginning_offsets([source]))[source]
+            ):
+                log.error(
+                    "%s, partition %d: records from offset %d to %d were deleted before a decider read them: "
+                    "their commands are not decided, and their senders get no answer",
+                    source.topic, source.partition, expected, beginning - 1,
+                )  # fmt: skip
 
     async def _end_poll(self, stop: asyncio.Event) -> None:
         """Ends the poll that waits when the decider is stopped."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from grabstream.connections.opening import key_space, open_gate, open_redis, sealer
@@ -482,6 +482,52 @@ async def test_an_undecidable_command_of_a_topic_is_answered_invalid_and_set_asi
     ]
     assert len(findings) == 1
     assert stage.topics.rejected in findings[0].command
+
+
+async def commit(stage: Stage, offset: int) -> None:
+    """Commits an offset of partition 0 for the deciders."""
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=stage.settings.kafka,
+        group_id=f"{stage.settings.prefix}.decider",
+        enable_auto_commit=False,
+    )
+    async with started(consumer):
+        source = TopicPartition(stage.topics.commands, 0)
+        consumer.assign([source])
+        await consumer.commit({source: offset})
+
+
+@pytest.mark.parametrize("is_beyond", [True, False])
+async def test_an_offset_that_the_topic_does_not_have_is_named_and_skips_no_command_that_is_there(
+    stage: Stage, caplog: pytest.LogCaptureFixture, is_beyond: bool
+) -> None:
+    """The topic lost its end, or was created again; or its records were deleted before a decider ran."""
+    offer = stock_in(stage.keys, 1)
+    stage.relay(1)
+    await stage.open(offer)
+    await stage.send([crowd(offer.offer, 1, number) for number in range(3)])
+    if is_beyond:
+        await commit(stage, 1_000)
+        says = (
+            "the deciders have committed offset 1000, but it ends at 3",
+            "offset 1000, where reading was to continue, is beyond its end",
+        )
+    else:
+        await commit(stage, 0)
+        source = TopicPartition(stage.topics.commands, 0)
+        async with started(AIOKafkaAdminClient(bootstrap_servers=stage.settings.kafka)) as client:
+            await client.delete_records({source: RecordsToDelete(before_offset=2)})
+        says = ("2 records were deleted before a decider read them", "from offset 0 to 1 were deleted")
+    named = [one.what for _, one in (await examine(stage.settings)).findings if one.severity == "stuck"]
+    assert [one for one in named if f"{stage.topics.commands}, partition 0: {says[0]}" in one], named
+    async with stage.decider():
+        answered = await stage.until_answered(3 if is_beyond else 1)
+        assert sorted(answered) == [f"{offer.offer}-g{number}" for number in range(0 if is_beyond else 2, 3)]
+        assert set(answered.values()) == {"held"}
+        await until(lambda: _is(stage.committed(), 3), 20, "the commit")
+    assert says[1] in caplog.text
+    named = [one.what for _, one in (await examine(stage.settings)).findings]
+    assert not [one for one in named if "partition 0" in one], named
 
 
 async def test_a_key_of_another_type_makes_only_its_commands_invalid_until_redis_is_rebuilt(
