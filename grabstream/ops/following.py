@@ -12,7 +12,7 @@ from grabstream.settings import Settings
 from grabstream.streams.clients import Trouble
 from grabstream.streams.follower import Follower, Group, poll_journal
 from grabstream.streams.following.sinks import EventSink, SinkDamaged
-from grabstream.streams.history.sources import JournalSource, Start
+from grabstream.streams.history.sources import JournalSource, Start, require_journal_end
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.topics import Topics
 
@@ -32,8 +32,8 @@ async def follow_into(
     sink raises OSError, it waits, and resumes from what the sink has stored. `step` is called after each
     batch, and `report` with the count of the events that the batch handed on, and of the remaining records of
     the journal. Raises BadSettings when the servers belong to another system, SinkDamaged for a cursor that
-    is not one of this system, Corrupt or Gap when the journal contradicts itself or its old records were
-    deleted, and all other errors of the sink.
+    is not one of this system, Corrupt or Gap when the journal contradicts itself, ends before the cursor, or
+    its old records were deleted, and all other errors of the sink.
     """
     identity = await check_system(settings)
     stored, cursor, loaded_for = None, EventCursor(), None
@@ -84,6 +84,7 @@ async def _hand_on(
     source, follower = JournalSource(reader, None), Follower(save, BATCH_SEQS)
     for shard, end in ends.items():
         position = cursor.positions().get(shard, Cursor())
+        require_journal_end(shard, position, end)
         if end > position.next_offset:
             await follower.follow(source.chunks(shard, Start(position, end)))
     return stored

@@ -22,6 +22,7 @@ from grabstream.projections.cursors import Fact
 from grabstream.settings import Settings
 from grabstream.streams.follower import Chunk
 from grabstream.streams.history.chunks import Point, up_to
+from grabstream.streams.history.sources import require_journal_end
 from grabstream.streams.replaying.replay import Stretch, plan
 from grabstream.streams.replaying.selection import Selection, Wanted
 
@@ -99,7 +100,8 @@ async def read_events(
 
     Raises ValueError for arguments that do not fit together and for a cursor of another system, BadSettings
     when the servers belong to another system, NoTrail when the schema has no audit trail, Corrupt or Gap when
-    the source contradicts itself, and the errors of the Kafka and PostgreSQL clients.
+    the source contradicts itself or ends before the cursor, and the errors of the Kafka and PostgreSQL
+    clients.
     """
     asked = _asked(settings, shard, offer, user, first, until, source, archive, cursor)
     async with aclosing(_read(settings, asked, _events)) as lists:
@@ -231,6 +233,8 @@ async def _read(
     async with open_history(settings, asked.source, seeks, log.warning, asked.archive) as source:
         for planned in await plan(source, stretches, not seeks, known):
             shard = planned.stretch.shard
+            if asked.source == "journal":
+                require_journal_end(shard, planned.start.cursor, planned.start.end)
             selection = Selection(asked.wanted, offer_events=False)
             async with aclosing(up_to(source.chunks(shard, planned.start), asked.until)) as chunks:
                 async for chunk in chunks:

@@ -320,6 +320,15 @@ def _seq(fact: Fact) -> int:
     return fact.event.seq
 
 
+def require_journal_end(shard: int, cursor: Cursor, end: int) -> None:
+    """Raises Gap if the journal of a shard ends before a cursor: to wait for more would be silent."""
+    if end < cursor.next_offset:
+        raise Gap(
+            f"the journal has lost its end: shard {shard} ends at offset {end}, and the cursor is at offset "
+            f"{cursor.next_offset}. `grabstream doctor` names what repairs it"
+        )
+
+
 # -- the audit trail -----------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from grabstream.models.journal import Cursor
 from grabstream.streams.history.chunks import Point, up_to
-from grabstream.streams.history.sources import Source, Start
+from grabstream.streams.history.sources import Source, Start, require_journal_end
 from grabstream.streams.replaying.selection import Selection
 from grabstream.streams.replaying.sinks import Sink
 
@@ -74,6 +74,8 @@ async def replay(
     Raises Corrupt or Gap if the source contradicts itself, and the errors of source and sink.
     """
     for stretch, start, units in planned:
+        if source.name == "journal":
+            require_journal_end(stretch.shard, start.cursor, start.end)
         done[stretch.shard] = Done(stretch.shard, start.cursor, 0)
         left = units
         # The selection also reads events before the first point, because it needs the grabs of users made

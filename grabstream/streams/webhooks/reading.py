@@ -132,7 +132,7 @@ class Reader:
         the audit trail), it is read from its beginning up to the cursor's event, whose hash must be the same.
         Returns whether it has reached the end.
         """
-        is_placed = await self._confirms(reader, shard, cursor)
+        is_placed = await self._confirms(reader, shard, cursor, journal_end)
         start = Start(cursor if is_placed else Cursor(), journal_end)
         chunks = JournalSource(reader, None).chunks(shard, start, aside)
 
@@ -157,9 +157,9 @@ class Reader:
             return cursor.next_offset >= journal_end
         return False
 
-    async def _confirms(self, reader: JournalReader, shard: int, cursor: Cursor) -> bool:
-        """Whether a cursor is known to belong to this journal."""
-        if cursor in (Cursor(), self._confirmed.get(shard)):
+    async def _confirms(self, reader: JournalReader, shard: int, cursor: Cursor, journal_end: int) -> bool:
+        """Whether a cursor is known to belong to this journal, which may have lost its end."""
+        if cursor in (Cursor(), self._confirmed.get(shard)) and cursor.next_offset <= journal_end:
             return True
         return cursor.seq > 0 and await reader.confirms(shard, cursor)
 

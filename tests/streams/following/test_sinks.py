@@ -30,6 +30,7 @@ from grabstream import (
     read_events,
 )
 from grabstream.models.calendar import DAY_MS
+from grabstream.models.journal import Gap
 from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.projections.cursors import facts_of, single_facts
@@ -225,6 +226,23 @@ async def test_it_tells_how_much_is_left(system: Settings) -> None:
     assert sum(events for events, _ in told) == lines == len(sink.lines)
     first, *_, last = [records_left for _, records_left in told]
     assert first > last == 0
+
+
+async def test_a_journal_that_ends_before_the_cursor_is_named(system: Settings) -> None:
+    """It has lost its end. To wait would be silent until it has grown beyond the cursor again."""
+    await journal(system, MixedHistory(24, 4, 10), CUT)
+    cursor = EventCursor()
+    async with aclosing(read_events(system, shard=4, cursor=cursor)) as events:
+        assert [event async for event in events]
+    line = cursor.positions()[4]
+    cursor.move(4, line.seq, line._replace(next_offset=line.next_offset + 5))
+    says = rf"lost its end: shard 4 ends at offset {line.next_offset}, and the cursor is at offset"
+    async with asyncio.timeout(60):
+        with pytest.raises(Gap, match=says):
+            await follow_into(system, Flaky(0.0, cursor.encode()))
+        with pytest.raises(Gap, match=says):
+            async with aclosing(read_events(system, shard=4, cursor=cursor)) as events:
+                assert [event async for event in events] == []
 
 
 async def test_an_error_of_the_sink_ends_it(system: Settings) -> None:

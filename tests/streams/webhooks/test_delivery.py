@@ -757,6 +757,24 @@ async def test_another_history_is_never_sent(
     assert seqs(receiver) == [1, 2, 3, 4]
 
 
+async def test_a_journal_that_has_lost_its_end_is_named_while_it_is_read(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same process had read it up to there."""
+    lines = lines_of(*["e"] * 4)
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 4)
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+        await got(receiver, 4)
+        topics = Topics(hooks.settings.prefix)
+        await delete_topics(hooks.settings, topics.journal)
+        await create_topics(hooks.settings.kafka, topics, hooks.settings.shards)
+        await journal.marker(1, "a")
+        await until(lambda: "the journal contradicts the cursor at seq 4" in caplog.text, 30, "it is logged")
+    assert seqs(receiver) == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 async def test_what_is_read_before_a_contradiction_is_sent(
     hooks: Hooks, journal: JournalWriter, receiver: Receiver, caplog: pytest.LogCaptureFixture, is_new: bool
