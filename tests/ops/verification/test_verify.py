@@ -7,6 +7,9 @@ proven to be verified.
 
 import asyncio
 import secrets
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,7 +44,7 @@ from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTer
 from grabstream.ops.verification import redis_keys, verifying
 from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.ops.verification.verifying import verify
-from grabstream.settings import Settings
+from grabstream.settings import Settings, child_environment
 from grabstream.streams.clients import started
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
@@ -50,6 +53,7 @@ from grabstream.streams.topics import Topics, create_topics, retention_ms
 from grabstream.workshop.rehearsal.run import open_books, read_progress
 from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import Worker, make_system, some_by_tier, until
+from tests.support.command_line import env_of
 from tests.support.projecting import (
     LINES,
     SHARD,
@@ -1134,6 +1138,29 @@ async def test_a_shard_is_not_copied_where_there_is_no_room(
 
 
 # -- under traffic -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_stopped_verification_deletes_its_copies(whole: Settings, number: signal.Signals) -> None:
+    """Otherwise Redis would keep them until the next one."""
+    keys = key_space(whole)
+    shard = keys.shard_of_offer("c:stock")
+    copy = KeySpace(whole.prefix + shadow.SHADOW, keys.shards).shard(shard)
+    command = [sys.executable, "-m", "grabstream.ops.cli", "verify", "--wait", "0"]
+    # What differs is looked at again for some seconds.
+    async with keeping(whole, keys.shard(shard).offer("c:stock")) as redis:
+        await redis.hincrby(keys.shard(shard).offer("c:stock"), "units_left", 1)
+        environment = child_environment(**env_of(whole), shards=str(whole.shards))
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        try:
+            await until(lambda: redis.exists(copy.offer("c:stock")), 30, "the copy")
+            process.send_signal(number)
+            _, said = await asyncio.to_thread(process.communicate, timeout=60)
+        finally:
+            process.kill()
+        assert (process.returncode, "stopped" in said) == (128 + number, True), said
+        assert [key async for key in redis.scan_iter(f"{whole.prefix}{shadow.SHADOW}:*", 10_000)] == []
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """`verify`: compares everything that is stored with the journal."""
 
-import asyncio
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ from grabstream.connections.opening import check_system
 from grabstream.models.bounds import counted
 from grabstream.ops.console.output import console, json_option, print_json, refuse
 from grabstream.ops.console.progress import Steps
+from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import ArchiveAddress, ObjectAddress
 from grabstream.ops.verification.checkpoints import Given, read_checkpoint
 from grabstream.ops.verification.checks import (
@@ -103,4 +103,5 @@ def _run(
         nullcontext(no_progress) if as_json else Steps(console)
     )
     with showing as report:
-        return asyncio.run(_verify(settings, wait, report, quick, checkpoint, archive))
+        # Stopped, it deletes its copies of shards in Redis.
+        return run_until_stopped(_verify(settings, wait, report, quick, checkpoint, archive))
