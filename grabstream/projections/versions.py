@@ -192,7 +192,7 @@ async def create(
     source: str = "journal",
     skips_set_aside: bool = False,
 ) -> Version:
-    """Creates an empty version with this code's definition, without constraints, in the caller's transaction.
+    """Creates an empty version with this code's definition, as a build loads it, in the caller's transaction.
     The connection uses it afterwards.
     """
     definition = definition_of(projection)

@@ -145,5 +145,5 @@ def test_scripts_readers_and_tables_have_one_bound_of_a_run() -> None:
     assert f"local GRABS_MAX, BYTES_MAX = {RUN_GRABS_MAX}, 131072" in assemble("grab")
     assert (
         f"CHECK (cardinality(users) BETWEEN 1 AND {RUN_GRABS_MAX})"
-        in (definition_of("ledger").parts["constraints"])
+        in (definition_of("ledger").parts["tables"])
     )

@@ -4,9 +4,9 @@ increases with each change.
 A file starts with `--- definition N`. `--- changes N: table.column …` declares the columns whose values
 definition N changes (`table.*`: all columns and the rows of a table); a rebuild counts differences there
 separately. `--- compared view (keys): tables` names a view that is compared, by its keys, in place of tables:
-those that had the same content in another form. Parts: `tables` (without constraints, so that a build loads
-them faster), `staging` (tables that only a build needs), `constraints` (and indexes), `views` (what users
-read).
+those that had the same content in another form. Parts: `tables` (without the constraints that a build adds
+faster when it has loaded them), `staging` (tables that only a build needs), `constraints` (these, and
+indexes), `views` (what users read).
 """
 
 import re

@@ -39,6 +39,14 @@ ALTER TABLE transfer_runs_1
     ALTER COLUMN users SET STATISTICS 0,
     ALTER COLUMN amounts SET STORAGE EXTERNAL,
     ALTER COLUMN amounts SET STATISTICS 0;
+-- A build has them while it loads, too: PostgreSQL waits for the next rows then, and rows are in the order of
+-- the key.
+ALTER TABLE transfer_runs_1
+    ADD PRIMARY KEY (shard, seq),
+    ADD CHECK (0 < ALL (amounts)),
+    ADD CHECK (cardinality(users) = cardinality(amounts)),
+    ADD CHECK (cardinality(users) BETWEEN 1 AND 1000),
+    ADD CHECK (debit LIKE 'offer:%' AND credit_kind IN ('wallet:', 'hold:'));
 
 CREATE TABLE accounts_1 (
     account text NOT NULL,
@@ -62,13 +70,6 @@ CREATE INDEX transfers_1_user ON transfers_1 ((
 CREATE INDEX transfers_1_other_user ON transfers_1 ((substr(credit, position(':' IN credit) + 1)))
     WHERE (debit LIKE 'wallet:%' OR debit LIKE 'hold:%') AND (credit LIKE 'wallet:%' OR credit LIKE 'hold:%')
         AND substr(debit, position(':' IN debit)) <> substr(credit, position(':' IN credit));
-
-ALTER TABLE transfer_runs_1
-    ADD PRIMARY KEY (shard, seq),
-    ADD CHECK (0 < ALL (amounts)),
-    ADD CHECK (cardinality(users) = cardinality(amounts)),
-    ADD CHECK (cardinality(users) BETWEEN 1 AND 1000),
-    ADD CHECK (debit LIKE 'offer:%' AND credit_kind IN ('wallet:', 'hold:'));
 
 ALTER TABLE accounts_1
     ADD PRIMARY KEY (account, asset),
