@@ -1,18 +1,21 @@
-"""The sum of every account from loaded transfers, computed by this process in less time than by PostgreSQL,
-and sorted by key, as its index is built fastest.
+"""The sum of every account from transfers, computed by this process in less time than by PostgreSQL, and
+sorted by key, as its index is built fastest.
 
-Changes are lines of text from COPY to COPY. Once they are sorted, those of one account are neighbors. So
-changes of accounts that have only one, as most wallets have, are neither looked up nor made numbers.
+Changes are lines of text for COPY. Once they are sorted, those of one account are neighbors. So changes of
+accounts that have only one, as most wallets have, are neither looked up nor made numbers.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from sys import getsizeof
 from typing import Any, Final
 
 import msgspec
 from psycopg import AsyncConnection
+
+from grabstream.models.transfers import RunTransfers, Transfers
+from grabstream.projections.database.arrays import copy_text
 
 #: The most bytes of lines in memory: changes of accounts, and sums of accounts in half of it.
 BYTES_MAX: Final = 300_000_000
@@ -41,53 +44,107 @@ class TooManyAccounts(Exception):
     """There are more accounts than this process keeps in memory."""
 
 
-async def write_sums(connection: AsyncConnection[Any], bytes_max: int = BYTES_MAX) -> None:
-    """Copies the sum of every account into the empty `accounts_1`, in the caller's transaction.
-
-    Blocks the event loop for as long as sorting takes. Raises TooManyAccounts before it writes anything, if
-    the changes cannot be added up in memory; the caller's savepoint must then be rolled back.
+class AccountSums:
+    """The sums of accounts by the transfers that are added, or read from a version. After more accounts than
+    fit into `bytes_max`, it keeps nothing, and `write` raises TooManyAccounts.
     """
-    lines = await _changes(connection, bytes_max)
-    async with (
-        connection.cursor() as cursor,
-        cursor.copy(b"COPY accounts_1 (account, asset, posted) FROM STDIN") as copy,
-    ):
-        for piece in added_up(lines):
-            await copy.write(piece)
 
+    def __init__(self, bytes_max: int = BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        #: Texts of lines, one line for each change of an account, or for the sum of some of its changes.
+        self._texts: list[str] = []
+        #: What the lines will need in memory, each as a text.
+        self._bytes = 0
+        #: By account and asset: what runs debit.
+        self._debits: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._are_too_many = False
 
-async def _changes(connection: AsyncConnection[Any], bytes_max: int) -> list[str]:
-    """A line for each change of an account, or for the sum of some of its changes."""
-    lines: list[str] = []
-    size = 0
-    debits: defaultdict[tuple[str, str], int] = defaultdict(int)
-    async with connection.cursor() as cursor, cursor.copy(_CHANGES) as copy:
-        async for row in copy:
-            debit, account, asset, names, amounts = str(row, "utf-8")[:-1].split("\t")
-            if debit:
-                debits[debit, asset] -= sum(_integers(f"[{amounts}]"))
-            users = names.split("\x1f")
-            lines += [
-                f"{account}{name}\t{asset}\t{amount}"
-                for name, amount in zip(users, amounts.split(","), strict=True)
-            ]
-            size += _size(len(users), account, asset, names)
-            if size + len(debits) * _DEBIT_BYTES > bytes_max:
-                lines = [line for piece in added_up(lines) for line in piece.split("\n")[:-1]]
-                size = sum(map(getsizeof, lines)) + 8 * len(lines)
-                if size + len(debits) * _DEBIT_BYTES > bytes_max // 2:
+    def add(self, transfers: Iterable[Transfers]) -> None:
+        """Adds the transfers of some events. Blocks the event loop for up to a second when lines are added up
+        to make room.
+        """
+        if self._are_too_many:
+            return
+        for one in transfers:
+            if isinstance(one, RunTransfers):
+                self._debits[one.kind + one.name, one.asset] -= sum(one.amounts)
+                self._add_credits(one.user_kind, one.users, one.asset, one.amounts)
+            else:
+                for asset, debit, credit, amount in one:
+                    self._add_change(copy_text(debit), asset, -amount)
+                    self._add_change(copy_text(credit), asset, amount)
+        self._make_room()
+
+    async def read(self, connection: AsyncConnection[Any]) -> None:
+        """Adds all transfers of the version that the connection uses; raises TooManyAccounts."""
+        async with connection.cursor() as cursor, cursor.copy(_CHANGES) as copy:
+            async for row in copy:
+                debit, account, asset, names, amounts = str(row, "utf-8")[:-1].split("\t")
+                if debit:
+                    self._debits[debit, asset] -= sum(_integers(f"[{amounts}]"))
+                    self._add_credits(account, names.split("\x1f"), asset, amounts.split(","))
+                else:
+                    self._add_change(account, asset, amounts)
+                self._make_room()
+                if self._are_too_many:
                     raise TooManyAccounts
-    lines += [f"{debit}\t{asset}\t{change}" for (debit, asset), change in debits.items()]
-    return lines
 
+    async def write(self, connection: AsyncConnection[Any]) -> None:
+        """Copies the sum of every account into the empty `accounts_1`, in the caller's transaction. They are
+        no longer kept then.
 
-def _size(count: int, account: str, asset: str, names: str) -> int:
-    """About how many bytes the lines of a row need, at most. One character beyond U+FFFF in a text makes all
-    of its characters take 4 bytes.
-    """
-    width = 1 if names.isascii() and account.isascii() else 4
-    rest = 16  # two tabs and an amount
-    return count * (_LINE_BYTES + width * (len(account) + len(asset) + rest)) + width * len(names)
+        Blocks the event loop for as long as sorting takes. Raises TooManyAccounts before it writes anything.
+        """
+        if self._are_too_many:
+            raise TooManyAccounts
+        self._texts += [f"{debit}\t{asset}\t{change}" for (debit, asset), change in self._debits.items()]
+        self._debits.clear()
+        async with (
+            connection.cursor() as cursor,
+            cursor.copy(b"COPY accounts_1 (account, asset, posted) FROM STDIN") as copy,
+        ):
+            for piece in added_up(self._lines()):
+                await copy.write(piece)
+
+    def _add_credits(
+        self, kind: str, users: Sequence[str], asset: str, amounts: Sequence[int] | Sequence[str]
+    ) -> None:
+        first = amounts[0]
+        # Amounts are equal, but for those of envelopes. So their text is made once.
+        if len(users) == len(amounts) == amounts.count(first):
+            after = f"\t{asset}\t{first}"
+            text = kind + f"{after}\n{kind}".join(users) + after
+        else:
+            after = f"\t{asset}\t"
+            changes = zip(users, amounts, strict=True)
+            text = "\n".join([f"{kind}{user}{after}{amount}" for user, amount in changes])
+        self._texts.append(text)
+        # Names of users are ASCII.
+        self._bytes += len(text) + len(users) * _LINE_BYTES
+
+    def _add_change(self, account: str, asset: str, amount: int | str) -> None:
+        line = f"{account}\t{asset}\t{amount}"
+        self._texts.append(line)
+        # One character beyond U+FFFF in a text makes all of its characters take 4 bytes.
+        self._bytes += getsizeof(line) + 8
+
+    def _make_room(self) -> None:
+        if self._bytes + len(self._debits) * _DEBIT_BYTES <= self._bytes_max:
+            return
+        self._texts = [line for piece in added_up(self._lines()) for line in piece.split("\n")[:-1]]
+        self._bytes = sum(map(getsizeof, self._texts)) + 8 * len(self._texts)
+        if self._bytes + len(self._debits) * _DEBIT_BYTES > self._bytes_max // 2:
+            self._are_too_many = True
+            self._texts.clear()
+            self._debits.clear()
+
+    def _lines(self) -> list[str]:
+        """The lines, which are no longer kept then."""
+        lines: list[str] = []
+        self._texts.reverse()
+        while self._texts:
+            lines += self._texts.pop().split("\n")
+        return lines
 
 
 def added_up(lines: list[str]) -> Iterator[str]:

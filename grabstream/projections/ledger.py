@@ -2,7 +2,7 @@
 PostgreSQL refuses an overdraft.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, repeat
 from typing import Any
 
@@ -10,7 +10,7 @@ from psycopg import AsyncConnection
 
 from grabstream.models.runs import RUN_GRABS_MAX, HeldRun
 from grabstream.models.transfers import RunTransfers, Transfer, Transfers
-from grabstream.projections.account_sums import TooManyAccounts, write_sums
+from grabstream.projections.account_sums import AccountSums, TooManyAccounts
 from grabstream.projections.accounts import Changes, changes_of
 from grabstream.projections.cursors import Fact
 from grabstream.projections.database.arrays import copy_rows, copy_text, in_order, integer_array, text_array
@@ -42,34 +42,51 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
         await merge(connection, _POST, _columns(changes))
 
 
+class TransferRows:
+    """The rows of transfers, as text for COPY."""
+
+    def __init__(self) -> None:
+        self._singles: list[str] = []
+        self._runs: list[str] = []
+
+    def add(self, facts: Iterable[Fact]) -> None:
+        """Makes the rows of some events."""
+        for _, _, event, transfers in facts:
+            # Those of grabs that have waited are single rows, which an index by user covers.
+            if isinstance(transfers, RunTransfers) and not (isinstance(event, HeldRun) and event.waited):
+                # No field needs escaping: names have no backslash, so the literals of arrays have none.
+                self._runs.append(
+                    f"{event.shard}\t{event.seq}\t{event.offer}\t{transfers.asset}\t{transfers.kind}"
+                    f"{transfers.name}\t{transfers.user_kind}\t{text_array(transfers.users)}\t"
+                    f"{integer_array(transfers.amounts)}\t{event.at}\n"
+                )
+            else:
+                self._singles += [
+                    # Accounts of payments may have a backslash.
+                    f"{event.shard}\t{seq}\t{leg}\t{event.offer}\t{asset}\t{copy_text(debit)}\t"
+                    f"{copy_text(credit)}\t{amount}\t{event.at}\n"
+                    for seq, leg, (asset, debit, credit, amount) in _numbered(event.seq, transfers)
+                ]
+
+    async def copy(self, connection: AsyncConnection[Any]) -> None:
+        """Copies the rows, in the caller's transaction."""
+        await copy_rows(
+            connection,
+            "transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at)",
+            self._singles,
+        )
+        await copy_rows(
+            connection,
+            "transfer_runs_1 (shard, seq, offer, asset, debit, credit_kind, users, amounts, at)",
+            self._runs,
+        )
+
+
 async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     """Adds only the transfers, for a build: `finish` computes the accounts."""
-    rows: list[str] = []
-    runs: list[str] = []
-    for _, _, event, transfers in facts:
-        # Those of grabs that have waited are single rows, which an index by user covers.
-        if isinstance(transfers, RunTransfers) and not (isinstance(event, HeldRun) and event.waited):
-            # No field needs escaping: names have no backslash, so the literals of arrays have none.
-            runs.append(
-                f"{event.shard}\t{event.seq}\t{event.offer}\t{transfers.asset}\t{transfers.kind}"
-                f"{transfers.name}\t{transfers.user_kind}\t{text_array(transfers.users)}\t"
-                f"{integer_array(transfers.amounts)}\t{event.at}\n"
-            )
-        else:
-            rows += [
-                # Accounts of payments may have a backslash.
-                f"{event.shard}\t{seq}\t{leg}\t{event.offer}\t{asset}\t{copy_text(debit)}\t"
-                f"{copy_text(credit)}\t{amount}\t{event.at}\n"
-                for seq, leg, (asset, debit, credit, amount) in _numbered(event.seq, transfers)
-            ]
-    await copy_rows(
-        connection, "transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at)", rows
-    )
-    await copy_rows(
-        connection,
-        "transfer_runs_1 (shard, seq, offer, asset, debit, credit_kind, users, amounts, at)",
-        runs,
-    )
+    rows = TransferRows()
+    rows.add(facts)
+    await rows.copy(connection)
 
 
 async def finish(connection: AsyncConnection[Any]) -> None:
@@ -77,11 +94,16 @@ async def finish(connection: AsyncConnection[Any]) -> None:
     await connection.execute(_SUM)
 
 
-async def finish_here(connection: AsyncConnection[Any]) -> None:
-    """The same by this process, unless there are more accounts than it keeps in memory."""
+async def finish_here(connection: AsyncConnection[Any], sums: AccountSums | None = None) -> None:
+    """The same by this process, unless there are more accounts than it keeps in memory. `sums` are those of
+    all transfers, if the caller has added them up; else they are read.
+    """
     try:
         async with connection.transaction():
-            await write_sums(connection)
+            if sums is None:
+                sums = AccountSums()
+                await sums.read(connection)
+            await sums.write(connection)
     except TooManyAccounts:
         await finish(connection)
 

@@ -137,6 +137,10 @@ class Group:
         for chunk in chunks:
             self.add(chunk)
 
+    def takes(self, shard: int) -> bool:
+        """Whether chunks of a shard may be added."""
+        return True
+
     def add(self, chunk: Chunk) -> None:
         """Adds a chunk, which follows those of its shard."""
         self.chunks.setdefault(chunk.shard, []).append(chunk)
@@ -157,7 +161,7 @@ class Group:
 
 class Follower:
     """Gathers chunks, and hands groups of them on to `save`, which writes them and their cursors, all or
-    nothing. A group is full with `events_max` events, or with `lines_max` lines.
+    nothing. A group is full with `events_max` events, or with `lines_max` lines; `new_group` makes one.
 
     An error of `save` loses the chunks taken: they are read again from the cursors that are stored.
     """
@@ -167,11 +171,13 @@ class Follower:
         save: Callable[[Group], Awaitable[None]],
         events_max: int = GROUP_EVENTS_MAX,
         lines_max: float = math.inf,
+        new_group: Callable[[], Group] = Group,
     ) -> None:
+        self._new_group = new_group
         self._save = save
         self._events_max = events_max
         self._lines_max = lines_max
-        self._group = Group()
+        self._group = new_group()
 
     def cursor(self, shard: int) -> Cursor | None:
         """The cursor after the waiting chunks of a shard; None if none are waiting."""
@@ -186,7 +192,7 @@ class Follower:
 
     async def flush(self) -> None:
         """Saves the chunks taken."""
-        group, self._group = self._group, Group()
+        group, self._group = self._group, self._new_group()
         if group.chunks:
             await self._save(group)
 
@@ -207,17 +213,20 @@ class Follower:
     async def _groups(
         self, chunks: AsyncGenerator[Chunk, None], events: float
     ) -> AsyncGenerator[Group, None]:
-        group, contradiction = Group(), None
+        group, contradiction = self._new_group(), None
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
+                    if not group.takes(chunk.shard):
+                        yield group
+                        group = self._new_group()
                     group.add(chunk)
                     events -= chunk.after.seq - chunk.before.seq
                     if events <= 0:
                         break
                     if self._is_full(group):
                         yield group
-                        group = Group()
+                        group = self._new_group()
         except (Corrupt, Gap) as error:
             contradiction = error
         if group.chunks:

@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from psycopg import AsyncConnection
 
+from grabstream.models.transfers import RunTransfers, Transfer
 from grabstream.projections import account_sums, ledger
-from grabstream.projections.account_sums import TooManyAccounts, added_up, write_sums
+from grabstream.projections.account_sums import AccountSums, TooManyAccounts, added_up
 from grabstream.settings import Settings
 from tests.projections.test_columns import books  # noqa: F401 - a fixture
 
@@ -83,13 +84,15 @@ async def test_sums_of_this_process_are_those_of_postgresql(
             for bytes_max, is_often in ((100 * needed, False), (2 * needed + 2_000, True)):
                 added_up_times = 0
                 async with connection.transaction(force_rollback=True):
-                    await write_sums(connection, bytes_max)
+                    sums = AccountSums(bytes_max)
+                    await sums.read(connection)
+                    await sums.write(connection)
                     assert await _accounts(connection) == expected
                 assert (added_up_times > 2) is is_often
             with pytest.raises(TooManyAccounts):
                 async with connection.transaction():
-                    await write_sums(connection, needed)
-            monkeypatch.setattr(ledger, "write_sums", partial(write_sums, bytes_max=needed))
+                    await AccountSums(needed).read(connection)
+            monkeypatch.setattr(ledger, "AccountSums", partial(AccountSums, needed))
             await ledger.finish_here(connection)
             assert await _accounts(connection) == expected
 
@@ -101,6 +104,47 @@ async def _accounts(connection: AsyncConnection[Any]) -> list[Any]:
 
 def test_long_names_of_wide_characters_count_for_what_they_take() -> None:
     name = "付" * 80 + "😀"
-    lines = [f"external:{name}{n}\tCNY\t{n}" for n in range(100)]
+    transfers = [(Transfer("CNY", f"external:{name}{n}", f"issuer:{name}{n}", n),) for n in range(100)]
+    lines = [
+        f"{account}\tCNY\t{amount}"
+        for ((_, debit, credit, n),) in transfers
+        for account, amount in ((debit, -n), (credit, n))
+    ]
     taken = sum(map(getsizeof, lines)) + 8 * len(lines)
-    assert taken <= account_sums._size(100, "external:", "CNY", "\x1f".join(f"{name}{n}" for n in range(100)))
+    sums = AccountSums(2 * taken)
+    sums.add(transfers)
+    assert taken <= sums._bytes
+
+
+@pytest.mark.parametrize("amounts", [(100,) * 20, tuple(range(100, 120))])
+def test_lines_of_a_run_count_for_what_they_take(amounts: tuple[int, ...]) -> None:
+    users = tuple(f"user-{n}" for n in range(20))
+    sums = AccountSums()
+    sums.add([RunTransfers("CNY", "offer:", "e", "wallet:", users, amounts)])
+    lines = [f"wallet:{user}\tCNY\t{amount}" for user, amount in zip(users, amounts, strict=True)]
+    counted, made = sums._bytes, sums._lines()
+    assert made == lines
+    assert sum(map(getsizeof, lines)) + 8 * len(lines) <= counted
+
+
+@pytest.mark.parametrize("amounts", [(5,), (5, 5, 5), (5, 6, 7)])
+def test_a_run_has_an_amount_for_each_user(amounts: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="argument 2 is"):
+        AccountSums().add([RunTransfers("CNY", "offer:", "e", "wallet:", ("u1", "u2"), amounts)])
+
+
+async def test_sums_of_too_many_accounts_are_made_by_postgresql(books: Settings) -> None:
+    """Once they are too many, all are forgotten, also those that are added later."""
+    sums = AccountSums(2_000)
+    for n in range(20):
+        sums.add([RunTransfers("CNY", "offer:", "e", "wallet:", (f"user-{n}",), (1,))])
+    assert (sums._texts, dict(sums._debits)) == ([], {})
+    async with await AsyncConnection.connect(books.postgres, autocommit=True) as connection:
+        await connection.execute("SELECT set_config('search_path', %s, false)", (f"{books.schema_}_built",))
+        async with connection.transaction(force_rollback=True):
+            await connection.execute(_TRANSFERS.encode())
+            await ledger.finish(connection)
+            expected = await _accounts(connection)
+            await connection.execute("TRUNCATE accounts_1")
+            await ledger.finish_here(connection, sums)
+            assert await _accounts(connection) == expected

@@ -4,7 +4,7 @@ optional column, among other events, in groups of any size, and in a build.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -31,11 +31,12 @@ from grabstream.models.events import (
 from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import AnyRun, decode_line
 from grabstream.ops.diagnosis.evidence import transfers_of_seqs
+from grabstream.projections.account_sums import AccountSums
 from grabstream.projections.accounts import changes_of
 from grabstream.projections.checking.verified import accounts_after, ledger_rows
 from grabstream.projections.cursors import Fact, facts_of
 from grabstream.projections.definitions import definition_of
-from grabstream.projections.read_models import READ_MODELS
+from grabstream.projections.read_models import READ_MODELS, ReadModel
 from grabstream.projections.versions import create_flat
 from grabstream.settings import Settings
 from tests.conftest import examples
@@ -76,8 +77,8 @@ async def same_rows(books: Settings, lines: Sequence[bytes], runs: Sequence[byte
         of_each = await _applied(connection, books.schema_, facts(as_lines(lines)), [len(lines)])
         assert of_each["transfers"]
         assert await _applied(connection, books.schema_, facts(runs), sizes) == of_each
-        for here in (False, True):
-            assert await _built(connection, f"{books.schema_}_built", facts(runs), sizes, here) == of_each
+        for build in (_loaded, _loaded_here, _added_up):
+            assert await _built(connection, f"{books.schema_}_built", facts(runs), sizes, build) == of_each
 
 
 def facts(lines: Sequence[bytes]) -> list[Fact]:
@@ -95,17 +96,42 @@ async def _applied(
         return await _tables(connection)
 
 
+Build = Callable[[AsyncConnection[Any], ReadModel, list[list[Fact]]], Awaitable[None]]
+
+
 async def _built(
-    connection: AsyncConnection[Any], schema: str, facts: list[Fact], sizes: list[int], here: bool
+    connection: AsyncConnection[Any], schema: str, facts: list[Fact], sizes: list[int], build: Build
 ) -> Tables:
     async with connection.transaction(force_rollback=True):
         await connection.execute("SELECT set_config('search_path', %s, true)", (schema,))
         for model in MODELS:
-            for group in in_groups(facts, sizes):
-                await READ_MODELS[model].load(connection, group)
-            finish = READ_MODELS[model].finish_here if here else READ_MODELS[model].finish
-            await finish(connection)
+            await build(connection, READ_MODELS[model], in_groups(facts, sizes))
         return await _tables(connection)
+
+
+async def _loaded(connection: AsyncConnection[Any], model: ReadModel, facts: list[list[Fact]]) -> None:
+    for group in facts:
+        await model.load(connection, group)
+    await model.finish(connection)
+
+
+async def _loaded_here(connection: AsyncConnection[Any], model: ReadModel, facts: list[list[Fact]]) -> None:
+    """As by a process that continues a build."""
+    for group in facts:
+        await model.load(connection, group)
+    await (model.finish_here(connection, None) if model.finish_here else model.finish(connection))
+
+
+async def _added_up(connection: AsyncConnection[Any], model: ReadModel, facts: list[list[Fact]]) -> None:
+    """As by a process that makes the whole build."""
+    if not (model.rows and model.finish_here):
+        return await _loaded(connection, model, facts)
+    rows, sums = model.rows(), AccountSums()
+    for group in facts:
+        rows.add(group)
+        sums.add(fact.transfers for fact in group)
+    await rows.copy(connection)
+    return await model.finish_here(connection, sums)
 
 
 def in_groups(facts: list[Fact], sizes: list[int]) -> list[list[Fact]]:

@@ -15,6 +15,7 @@ import pytest
 from psycopg import AsyncConnection, IsolationLevel, sql
 
 from grabstream.connections.opening import where_of
+from grabstream.projections.account_sums import AccountSums
 from grabstream.projections.cursors import load
 from grabstream.projections.database.sessions import session_name
 from grabstream.projections.definitions import PROJECTIONS
@@ -289,6 +290,39 @@ async def test_an_interrupted_rebuild_continues(booked: Settings) -> None:
     assert (await version_in(booked, "ledger", "building")).phase == "following"
     assert grabstream("rebuild", "ledger", **env_of(booked)).returncode == 0
     assert await digests(booked, await version_in(booked, "ledger")) == before
+
+
+@pytest.mark.long
+async def test_only_a_build_that_continues_reads_its_transfers_back(
+    booked: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that loads all events adds up while it does; the accounts are the same."""
+    reads = 0
+
+    async def counted(sums: AccountSums, connection: AsyncConnection[Any]) -> None:
+        nonlocal reads
+        reads += 1
+        await read(sums, connection)
+
+    read = AccountSums.read
+    monkeypatch.setattr(AccountSums, "read", counted)
+    before = await digests(booked, await version_in(booked, "ledger"))
+    assert await digests(booked, await rebuilt(booked, "ledger")) == before
+    assert reads == 0
+    task: asyncio.Task[Any] | None = None
+
+    def stop(progress: RebuildProgress) -> None:
+        if task is not None:
+            task.cancel()
+
+    task = asyncio.create_task(rebuilt(booked, "ledger", report=stop))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    begun = await version_in(booked, "ledger", "building")
+    assert begun.phase == "loading"
+    live = await rebuilt(booked, "ledger")
+    assert (live.version, reads) == (begun.version, 1)
+    assert await digests(booked, live) == before
 
 
 @pytest.mark.long
