@@ -337,9 +337,20 @@ class Rebuild:
                 f"PostgreSQL refuses the rows that were loaded into {building.schema}: {error}"
             ) from None
         self._step("rebuild.finished")
-        for table in definition_of(self._projection).tables:
-            await self._writer.execute(sql.SQL("ANALYZE {}").format(sql.Identifier(building.schema, table)))
+        await self._analyze(building)
         return building
+
+    async def _analyze(self, building: Version) -> None:
+        """Collects the statistics of the tables, by two sessions."""
+        tables = iter(definition_of(self._projection).tables)
+
+        async def analyze(connection: AsyncConnection[Any]) -> None:
+            for table in tables:
+                await connection.execute(sql.SQL("ANALYZE {}").format(sql.Identifier(building.schema, table)))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(analyze(self._writer))
+            group.create_task(analyze(self._control))
 
     async def _follow(
         self, source: RebuildSource, targets: Mapping[int, Cursor], frozen: bool = False
