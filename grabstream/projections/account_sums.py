@@ -110,7 +110,7 @@ class AccountSums:
         self, kind: str, users: Sequence[str], asset: str, amounts: Sequence[int] | Sequence[str]
     ) -> None:
         first = amounts[0]
-        # Amounts are equal, but for those of envelopes. So their text is made once.
+        # Most runs have equal amounts, but for those of envelopes. So their text is made once.
         if len(users) == len(amounts) == amounts.count(first):
             after = f"\t{asset}\t{first}"
             text = kind + f"{after}\n{kind}".join(users) + after
