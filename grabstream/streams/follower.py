@@ -185,7 +185,9 @@ class Follower:
         return chunks[-1].after if chunks else None
 
     async def take(self, chunk: Chunk) -> None:
-        """Takes a chunk that follows the cursor; saves when the group is full."""
+        """Takes a chunk that follows the cursor; saves when the group is full, or does not take it."""
+        if not self._group.takes(chunk.shard):
+            await self.flush()
         self._group.add(chunk)
         if self._is_full(self._group):
             await self.flush()

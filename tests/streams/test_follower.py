@@ -87,6 +87,24 @@ async def test_a_group_of_a_source_has_a_number_of_events_or_of_lines() -> None:
         assert store.saved == [{0: move} for move in pairwise([0, *ends])]
 
 
+async def test_a_group_that_does_not_take_a_shard_is_saved_before_it() -> None:
+    class OfOneShard(Group):
+        def takes(self, shard: int) -> bool:
+            return not self.chunks or shard in self.chunks
+
+    chunks = (chunk(0, 1, 4), chunk(0, 5, 5), chunk(1, 1, 6), chunk(0, 6, 9))
+    expected = [{0: (0, 5)}, {1: (0, 6)}, {0: (5, 9)}]
+    store = Store()
+    await Follower(store.save, 10, new_group=OfOneShard).follow(source_of(*chunks))
+    assert store.saved == expected
+    store = Store()
+    following = Follower(store.save, 10, new_group=OfOneShard)
+    for part in chunks:
+        await following.take(part)
+    await following.flush()
+    assert store.saved == expected
+
+
 async def test_the_next_group_of_a_source_is_read_while_one_is_saved() -> None:
     """If the one is not saved, the next one is not either, and the source is closed."""
     saved, steps, is_read = list[Group](), list[str](), asyncio.Event()
