@@ -104,7 +104,7 @@ class ReplicatedSide(Side):
 
 
 class FileSide(ReplicatedSide):
-    """A side that also measures how long callers wait, and what the whole process of the primary costs and
+    """A side that also measures how long callers wait, and what the whole process of the master costs and
     writes: its file is synchronised by another thread.
     """
 
@@ -127,7 +127,7 @@ class FileSide(ReplicatedSide):
         self._written += written - before[1]
 
     def _process(self) -> tuple[float, int]:
-        """Processor time of all threads of the primary, in seconds, and the bytes it has written to disks."""
+        """Processor time of all threads of the master, in seconds, and the bytes it has written to disks."""
         used = self._server.info("cpu")
         pid = self._server.info("server")["process_id"]
         fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
@@ -137,7 +137,7 @@ class FileSide(ReplicatedSide):
         """As of any side with a replica, and the rest; waits in ms."""
         waits = statistics.quantiles(self._waits, n=1_000)
         return super().profile(count) | {
-            "µs of the whole primary": round(self._process_seconds / count * 1e6, 2),
+            "µs of the whole master": round(self._process_seconds / count * 1e6, 2),
             "bytes to disk": round(self._written / count),
             **{
                 f"wait {name}, ms": round(waits[at] * 1e3, 1)
@@ -147,13 +147,13 @@ class FileSide(ReplicatedSide):
 
 
 async def file_of_replica(runs: int, count: int) -> dict[str, Any]:
-    """Row `file`: decisions per second of processor time (thread of the primary, and the process that sends),
+    """Row `file`: decisions per second of processor time (thread of the master, and the process that sends),
     where only the replica writes a file, and where both do.
     """
     with ExitStack() as stack:
         both, only = (stack.enter_context(private_redis()) for _ in range(2))
-        with redis.Redis(port=only) as primary:
-            primary.config_set("appendonly", "no")
+        with redis.Redis(port=only) as master:
+            master.config_set("appendonly", "no")
         sides = [FileSide(port, stack.enter_context(replica_of(port))) for port in (both, only)]
         return await in_turns(
             ("both write a file", sides[0]), ("only the replica", sides[1]), answered_lists, runs, count

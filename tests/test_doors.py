@@ -53,7 +53,7 @@ from grabstream.models.runs import LINES, AnyLine
 from grabstream.models.upcasting import UpcastFailed
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, read_offers
 from grabstream.settings import BadSettings, Settings, load_settings
-from grabstream.streams.deciding.understanding import Pace, Rejected, TopicAuthority, understand
+from grabstream.streams.deciding.decoding import Pace, Rejected, TopicAuthority, decode_record
 from grabstream.streams.topics import Topics
 from tests.conftest import examples
 from tests.support.odd_values import (
@@ -148,7 +148,7 @@ TORN_BASKET: Final = (
 @given(value=of_record, key=st.one_of(st.none(), st.binary(max_size=50)))
 def test_record_of_the_topic_is_a_command_or_is_kept(value: bytes, key: bytes | None) -> None:
     found = bounded(len(value), lambda: list(commands_of(value)))
-    understood = asyncio.run(understand(Record(value, key), Pace(), EVERY_COMMAND))
+    understood = asyncio.run(decode_record(Record(value, key), Pace(), EVERY_COMMAND))
     bad = [one for one in found if isinstance(one, Undecodable)]
     for one in bad:
         assert 0 < len(one.reason.encode()) <= REASON_BYTES_MAX

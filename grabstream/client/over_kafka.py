@@ -138,7 +138,7 @@ class KafkaClient(CommandMethods[Coroutine[Any, Any, Answer], Coroutine[Any, Any
         """Sends a command, and returns its answer."""
         wire = command.to_wire()
         [answer] = await self._answers([command], encode_command(wire))
-        return answer if answer.positive else _in_words(answer, wire)
+        return answer if answer.positive else _with_message(answer, wire)
 
     async def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> tuple[Answer, ...]:
         """Sends the grabs of a basket. They get the ids `<id>.1`, `<id>.2` …"""
@@ -151,12 +151,12 @@ class KafkaClient(CommandMethods[Coroutine[Any, Any, Answer], Coroutine[Any, Any
         found = []
         for answer, wire in zip(answers, wires, strict=True):
             if answer.id == refusal.id:
-                found.append(_in_words(Answer.from_wire(refusal), refused))
+                found.append(_with_message(Answer.from_wire(refusal), refused))
             elif answer.positive or refused_with(answer.to_wire()):
                 # The message says at which offer and with which grab the basket was refused.
                 found.append(answer)
             else:
-                found.append(_in_words(answer, wire))
+                found.append(_with_message(answer, wire))
         return tuple(found)
 
     async def _answers(self, commands: Sequence[AnyCommand], record: bytes) -> tuple[Answer, ...]:
@@ -387,7 +387,7 @@ async def _stopped(client: AIOKafkaConsumer | AIOKafkaProducer) -> None:
         log.warning("closing a client of Kafka: %r", error)
 
 
-def _in_words(answer: Answer, command: sent.AnyCommand) -> Answer:
+def _with_message(answer: Answer, command: sent.AnyCommand) -> Answer:
     """A refusal with the words that a gateway would use."""
     return answer.model_copy(update={"message": words_of(answer.to_wire(), command)})
 

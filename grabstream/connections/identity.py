@@ -136,14 +136,14 @@ async def require_prefix(redis: Any, key: str, settings: Settings, identity: Ide
     wanted = _Claim(settings.schema_, journal, settings.shards, claim.cluster)
     if claim != wanted:
         raise OtherSystem(
-            f"prefix {settings.prefix} in Redis belongs to {_in_words(claim)}, but the settings are "
-            f"{_in_words(wanted)}",
+            f"prefix {settings.prefix} in Redis belongs to {_claim_text(claim)}, but the settings are "
+            f"{_claim_text(wanted)}",
             "set them to the same values, or, for another system, set another GRAB_PREFIX. If the system "
             f"that had the prefix is gone for good, `redis-cli DEL {key}` frees it",
         )
 
 
-def _in_words(claim: _Claim) -> str:
+def _claim_text(claim: _Claim) -> str:
     return (
         f"GRAB_SCHEMA={claim.schema}, GRAB_SHARDS={claim.shards} and the journal with Kafka's id "
         f"{claim.journal}"

@@ -29,7 +29,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from grabstream.lua.script_client import ScriptClient, is_of_closed_stream
+from grabstream.lua.script_client import ScriptClient, means_closed
 from grabstream.runtime.ending import end
 from grabstream.runtime.trouble import is_trouble
 
@@ -235,7 +235,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
                 | AttributeError,
             ):
                 self.refresh_slots()
-            if is_of_closed_stream(error):
+            if means_closed(error):
                 raise ConnectionError("the connection was closed while it was used") from error
             raise
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from grabstream.gate.drawing import DRAWN_IN_CALL_MAX, parts_drawn
-from grabstream.gate.sizes import PLAIN_BYTES, size_of_all
+from grabstream.gate.sizes import PLAIN_BYTES, total_size
 from grabstream.models.answers import Answer, refusal
 from grabstream.models.commands import basket_of, is_plain, is_right_and_plain, offers_of_right_grabs, user_of
 from grabstream.models.outcomes import Outcome
@@ -57,7 +57,7 @@ def batch_of(commands: Sequence[Any], whole: Batch | None = None) -> Batch:
         return PlainBatch(commands, offers, PLAIN_BYTES * len(commands))
     draws = script == "open" and parts_drawn(commands) > DRAWN_IN_CALL_MAX
     has_baskets = script == "grab" and any(map(basket_of, commands))
-    return Batch(commands, offers, size_of_all(commands), script, draws, has_baskets)
+    return Batch(commands, offers, total_size(commands), script, draws, has_baskets)
 
 
 def joined(batches: Sequence[Batch], offers: Collection[str]) -> Batch:

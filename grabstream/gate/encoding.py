@@ -198,14 +198,14 @@ def build(keys: ShardKeys, batch: Batch, gate: Secrets) -> ScriptCall:
     commands, script = batch.commands, batch.script
     call_offers = CallOffers([command.offer for command in commands])
     if len(call_offers.offers) == 1:
-        names: Sequence[str] = _keys_of_one(keys, call_offers.offers[0])[0]
+        names: Sequence[str] = _keys_for_offer(keys, call_offers.offers[0])[0]
     else:
         names = call_offers.keys(keys)
     if script == "confirm":
         return ScriptCall(names, _confirm_arguments(commands, gate.sealer, call_offers))
     columns = _first_columns(call_offers, commands, gate)
     if script == "grab":
-        columns += _last_columns_of_grab(commands, crypto.tickets)
+        columns += _last_columns_of_grab(commands, gate.tickets)
     else:
         columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
     return ScriptCall(names, [_pack(columns)])
@@ -230,7 +230,7 @@ def _first_columns(call_offers: CallOffers, commands: Sequence[AnyCommand], gate
         call_offers.campaigns,
         [c.id for c in commands],
         call_offers.offer_of,
-        list(map(gate.sealer.digests.of, commands)),
+        list(map(gate.sealer.digests.digest, commands)),
     ]
 
 
@@ -242,7 +242,7 @@ def _plain_call(keys: ShardKeys, batch: PlainBatch) -> ScriptCall:
     ids, users = [c.id for c in batch.commands], [c.user for c in batch.commands]
     if len(batch.offers) == 1 and len(set(users)) == len(users):
         [offer] = batch.offers
-        names, campaign = _keys_of_one(keys, offer)
+        names, campaign = _keys_for_offer(keys, offer)
         return ScriptCall(names, _plain_arguments(offer, campaign, ids, users))
     call_offers = CallOffers([c.offer for c in batch.commands])
     columns = [call_offers.offers, call_offers.campaign_of, call_offers.campaigns, ids, call_offers.offer_of]
@@ -250,7 +250,7 @@ def _plain_call(keys: ShardKeys, batch: PlainBatch) -> ScriptCall:
 
 
 @lru_cache(maxsize=1024)
-def _keys_of_one(keys: ShardKeys, offer: str) -> tuple[Sequence[str], str]:
+def _keys_for_offer(keys: ShardKeys, offer: str) -> tuple[Sequence[str], str]:
     """The keys after those of the shard for a call about one offer, and its campaign."""
     campaign = campaign_of(offer)
     return (*keys.offer_keys(offer), *keys.campaign_keys(campaign)), campaign
@@ -314,7 +314,7 @@ def _confirm_arguments(commands: Sequence[Confirm], sealer: Sealer, call_offers:
     ids, grabs, payments, users, paid, currencies, quantities = zip(
         *map(_columns_of_confirm, commands), strict=True
     )
-    digests = list(map(sealer.digests.of, commands))
+    digests = list(map(sealer.digests.digest, commands))
     all_pay = None not in payments
     # Compared, kept and joined into events in their one encoding.
     payments = tuple([payment and encoded_payment(payment) for payment in payments])
@@ -608,7 +608,7 @@ def _compared(command: AnyCommand, row: AnswerRow, details: dict[str, Any], seal
     the stored digest with the command here.
     """
     try:
-        if sealer.digests.is_of(details["kept"], command):
+        if sealer.digests.matches(details["kept"], command):
             return AnswerRow(*details["first"])
         others = {name: value for name, value in details.items() if name not in ("kept", "first")}
         return msgspec.structs.replace(row, details=others)

@@ -47,7 +47,7 @@ from grabstream.gate.calls import (
 )
 from grabstream.gate.decided import DecidedAnswers, ReportLost
 from grabstream.gate.drawing import NotWanted, turn
-from grabstream.gate.journaled import HistoryChanged, Journaled, settle
+from grabstream.gate.journaled import HistoryChanged, Journaled, set_result
 from grabstream.gate.personal import KeysUnavailable, UserKeys
 from grabstream.gate.queue import (
     OFFERS_IN_CALL_MAX,
@@ -90,9 +90,9 @@ log = logging.getLogger(__name__)
 #: Calls of a shard that are in flight at the same time.
 IN_FLIGHT_MAX: Final = 2
 #: Minimum commands of a second call while the server is not fast.
-BESIDE_COMMANDS_MIN: Final = 64
+SECOND_CALL_COMMANDS_MIN: Final = 64
 #: Minimum commands of a second call while the server is fast.
-BESIDE_FAST_COMMANDS_MIN: Final = 8
+SECOND_CALL_FAST_COMMANDS_MIN: Final = 8
 #: A server is fast if it answered the last call of the shard in less time. A call of a few commands takes
 #: 0.2 ms of a server that is otherwise idle.
 FAST_SECONDS: Final = 0.002
@@ -206,7 +206,7 @@ class Gate:
         promise: Promise = "journaled",
         patience_ms: int = 0,
         timeout_ms: int | None = None,
-        reader: CallOrder | None = None,
+        topic_order: CallOrder | None = None,
         report_undecidable: ReportUndecidable = lambda index, reason: None,
         from_system: bool = False,
     ) -> list[Answer]:
@@ -218,22 +218,22 @@ class Gate:
         shard then get the same answer. Raises OutcomeUnknown when `timeout_ms` (by default that of the gate)
         ran out after commands were sent.
 
-        `reader` is for a program that reads commands from a topic. Such a program bounds its commands in
+        `topic_order` is for a program that reads commands from a topic. Such a program bounds its commands in
         flight, and cannot return a command to the topic, so its calls are executed in the order in which they
         were made, are queued even if the queue is full, and wait as long as their shard decides nothing; they
         never get `fenced` or `busy`. `report_undecidable` is called with the index and the error of each
         command that no script can decide; the answer to it is `invalid`. `from_system` is for commands that
         the system sends itself, whose ids are reserved (`models/payments.py`).
         """
-        fixed = (promise, patience_ms, timeout_ms, reader, report_undecidable, from_system)
+        fixed = (promise, patience_ms, timeout_ms, topic_order, report_undecidable, from_system)
         if self._user_keys is None:
             return await self._decide(commands, *fixed)
         # The caller may change its list meanwhile.
         commands = list(commands)
-        if reader is not None:
+        if topic_order is not None:
             async with AsyncExitStack() as held:
                 for number in sorted({self._shard(command.offer) for command in commands}):
-                    await held.enter_async_context(reader.sealing(number))
+                    await held.enter_async_context(topic_order.sealing(number))
                 sealed = await personal.sealed_when_possible(commands, self._user_keys)
         else:
             try:
@@ -252,13 +252,13 @@ class Gate:
         promise: Promise,
         patience_ms: int,
         timeout_ms: int | None,
-        reader: CallOrder | None,
+        topic_order: CallOrder | None,
         report_undecidable: ReportUndecidable,
         from_system: bool,
     ) -> list[Answer]:
         timeout_seconds = ((timeout_ms or self._limits.timeout_ms) + patience_ms) / 1000
-        deadline = math.inf if reader else time.monotonic() + timeout_seconds
-        if len(commands) == 1 and reader is None and basket_of(commands[0]) is None:
+        deadline = math.inf if topic_order else time.monotonic() + timeout_seconds
+        if len(commands) == 1 and topic_order is None and basket_of(commands[0]) is None:
             return [
                 await self._decide_one(
                     commands[0], promise, deadline, patience_ms / 1000, report_undecidable, from_system
@@ -266,18 +266,18 @@ class Gate:
             ]
         answers: list[Answer | None] = [None] * len(commands)
         batches = list(self._batches(commands, answers, from_system))
-        order = reader or CallOrder()
+        order = topic_order or CallOrder()
         waits: deque[tuple[int, Sequence[int], QueueEntry]] = deque()
         last_of: dict[int, QueueEntry] = {}
         for shard, indexes, batch in batches:
-            patience = math.inf if reader else patience_ms / 1000
+            patience = math.inf if topic_order else patience_ms / 1000
             entry = QueueEntry(order.lane(shard), batch, deadline, patience)
             before = last_of.get(shard)
-            if reader is None:
+            if topic_order is None:
                 last_of[shard] = entry
                 if before is not None:
                     before.next = entry
-            self._submit(shard, entry, bounded=reader is None, before=before)
+            self._submit(shard, entry, bounded=topic_order is None, before=before)
             waits.append((shard, indexes, entry))
         entries = [entry for *_, entry in waits]
         try:
@@ -355,7 +355,7 @@ class Gate:
     ) -> Answer:
         """Decides a command that comes alone, as most commands of a crowd do, like `decide`."""
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        then = partial(settle, answered)
+        then = partial(set_result, answered)
         single = self._begin(command, promise, deadline, patience_seconds, then, from_system)
         try:
             return await answered
@@ -508,8 +508,8 @@ class Gate:
                 # Not wait_for: before Python 3.12 it may swallow a cancellation, and with it Ctrl-C.
                 async with asyncio.timeout(None if left == math.inf else max(left, 0.001)):
                     await self.journaled.wait(number, entry.history, last)
-                # A reader's lane, whose entries have no deadline, may outlive a journal that is restored to
-                # an older state.
+                # The lane of a topic_order, whose entries have no deadline, may outlive a journal that is
+                # restored to an older state.
                 if entry.deadline < math.inf:
                     entry.lane.journaled_seq = max(entry.lane.journaled_seq, last)
                 return
@@ -560,7 +560,7 @@ class Gate:
 
     def _may_send(self, shard: ShardQueue) -> bool:
         in_flight = len(shard.in_flight)
-        return in_flight == 0 or (in_flight < IN_FLIGHT_MAX and shard.queued >= _beside_min(shard))
+        return in_flight == 0 or (in_flight < IN_FLIGHT_MAX and shard.queued >= _second_call_min(shard))
 
     def _next_call(self, shard: ShardQueue) -> tuple[list[QueueEntry], set[str], int, int]:
         """Takes the entries for one call from the head of the queue; returns them, their offers, the history
@@ -579,7 +579,7 @@ class Gate:
         count = history = size_bytes = 0
         queue = shard.queue
         most = self._limits.batch_commands_max
-        is_divided = not shard.in_flight and 2 * _beside_min(shard) <= shard.queued < 2 * most
+        is_divided = not shard.in_flight and 2 * _second_call_min(shard) <= shard.queued < 2 * most
         if is_divided and queue[0].lane is not queue[-1].lane:
             # The other half goes into the second call.
             most = (shard.queued + 1) // 2
@@ -900,9 +900,9 @@ class Gate:
         self._pump(shard)
 
 
-def _beside_min(shard: ShardQueue) -> int:
+def _second_call_min(shard: ShardQueue) -> int:
     """The minimum number of commands in a second concurrent call."""
-    return BESIDE_FAST_COMMANDS_MIN if shard.is_fast else BESIDE_COMMANDS_MIN
+    return SECOND_CALL_FAST_COMMANDS_MIN if shard.is_fast else SECOND_CALL_COMMANDS_MIN
 
 
 def _partial_answer(shard: int, command: AnyCommand, row: encoding.AnswerRow, error: Exception) -> Answer:

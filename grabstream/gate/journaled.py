@@ -87,7 +87,7 @@ class Journaled:
         """
         if not self.is_known(shard, history, seq):
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.call(shard, history, seq, math.inf, partial(settle, future))
+            self.call(shard, history, seq, math.inf, partial(set_result, future))
             await future
 
     def is_known(self, shard: int, history: int, seq: int) -> bool:
@@ -200,7 +200,7 @@ def _remove(heap: list[_Waiter], waiters: list[_Waiter]) -> None:
         heapq.heapify(heap)
 
 
-def settle(future: "asyncio.Future[Any]", result: object) -> None:
+def set_result(future: "asyncio.Future[Any]", result: object) -> None:
     """Sets the result or error of a future, unless its waiter has gone."""
     if future.done():
         return

@@ -43,7 +43,8 @@ class Lane:
 
     `decided` are the entries whose answers are not given yet, in their order, all decided in `history`.
     `stale` is set when that history is lost. `journaled_seq` is the last event of the entries whose answers
-    were given as journaled; a reader's lane has none, since it may outlive a journal that is put back.
+    were given as journaled; the lane of a topic's order has none, since it may outlive a journal that is put
+    back.
     """
 
     __slots__ = ("decided", "history", "in_flight", "journaled_seq", "stale")

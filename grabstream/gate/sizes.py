@@ -66,7 +66,7 @@ def _beyond_plain(command: Confirm) -> int:
     return len(encoded_payment(payment).encode())
 
 
-def size_of_all(commands: Sequence[AnyCommand]) -> int:
+def total_size(commands: Sequence[AnyCommand]) -> int:
     """Returns the sum for commands of one type."""
     if len(commands) == 1:
         return size_of(commands[0])

@@ -63,7 +63,7 @@ class AddressRates:
             log.warning(
                 "%s is refused: it sent more than %s %s. Its requests have X-Forwarded-For: if it is a proxy "
                 "of yours, name it in GRAB_GATEWAY_PROXIES; otherwise its clients are refused together",
-                peer, in_words(self._rates), self._words,
+                peer, rates_text(self._rates), self._words,
             )  # fmt: skip
 
     def check(self, scope: Scope) -> None:
@@ -79,10 +79,10 @@ class AddressRates:
         if seconds <= 0:
             del self.blocked[address]
             return
-        raise too_many(f"This address may send {in_words(self._rates)} {self._words}.", math.ceil(seconds))
+        raise too_many(f"This address may send {rates_text(self._rates)} {self._words}.", math.ceil(seconds))
 
 
-def in_words(rates: Rates) -> str:
+def rates_text(rates: Rates) -> str:
     """Rates as a refusal states them."""
     return " and ".join(
         f"{rate.amount} requests per {rate.multiples} {rate.GRANULARITY.name}" for rate in rates

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from grabstream.gateway.address_rates import AddressRates, in_words, too_many
+from grabstream.gateway.address_rates import AddressRates, rates_text, too_many
 from grabstream.gateway.addresses import Network
 from grabstream.gateway.api_keys import KeyRing, is_secret
 from grabstream.gateway.bounds import TOKENS_REMEMBERED_MAX
@@ -87,7 +87,7 @@ class Admission:
             seconds = await self._counters.hit(rates, _kind_of(caller), caller.name)
         if seconds:
             whose = "This API key" if caller.user is None else "This user"
-            raise too_many(f"{whose} may send {in_words(rates)}.", seconds)
+            raise too_many(f"{whose} may send {rates_text(rates)}.", seconds)
         if caller.user is not None:
             await self._users.count(request.scope)
         authorize(caller, operation, request)

@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 from grabstream.gateway import requests
 from grabstream.gateway.addresses import Network, address_of
 from grabstream.gateway.admission import Admission
-from grabstream.gateway.asking import QueryHandlers, tagged_reply
 from grabstream.gateway.bounds import (
     COMMAND_SECONDS_TARGET,
     HOSTS_KEPT_MAX,
@@ -35,13 +34,14 @@ from grabstream.gateway.bounds import (
 )
 from grabstream.gateway.caching import tag_of
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
+from grabstream.gateway.command_bound import Pressure
 from grabstream.gateway.deciding import CommandHandlers
 from grabstream.gateway.event_streams import EventStreams, Streamed
 from grabstream.gateway.measures import NO_OPERATION, GatewayMeasures
 from grabstream.gateway.operations import OPERATIONS, PAGES, Operation
+from grabstream.gateway.operator_questions import Watching
 from grabstream.gateway.origins import Origins
 from grabstream.gateway.pages import Pages
-from grabstream.gateway.pressure import Pressure
 from grabstream.gateway.problems import (
     JSON,
     NOT_KEPT,
@@ -52,6 +52,7 @@ from grabstream.gateway.problems import (
     retry_soon,
 )
 from grabstream.gateway.protocol import ABORT, REPLY, STREAMS, WAITED
+from grabstream.gateway.questions import QueryHandlers, tagged_reply
 from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.requests import (
     Gone,
@@ -65,7 +66,6 @@ from grabstream.gateway.requests import (
     segments_of,
 )
 from grabstream.gateway.slots import Room, Slots
-from grabstream.gateway.watching import Watching
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ class StreamMeasures:
 
 class GatewayMeasures:
     """The requests of a gateway, by operation; and those refused for lack of room, by the bound that was
-    reached. `commands` are those above their own bound (`pressure.py`).
+    reached. `commands` are those above their own bound (`command_bound.py`).
     """
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ from grabstream.gateway.bounds import (
 from grabstream.models.bounds import COMMAND_BYTES_MAX
 from grabstream.models.offers import TIME_MS_MAX
 
-#: `watch`: a question of operators (`watching.py`). `change`: of a webhook (`changing_webhooks.py`).
-#: `page`: a file of the live page.
+#: `watch`: a question of operators (`operator_questions.py`). `change`: of a webhook
+#: (`changing_webhooks.py`). `page`: a file of the live page.
 Kind = Literal["command", "read", "watch", "document", "receipt", "stream", "change", "page"]
 Key = Literal["required", "optional", "none"]
 Scope = Literal["grab", "settle", "operate", "read", "none"]

@@ -17,7 +17,7 @@ import msgspec
 from starlette.types import Receive, Scope
 
 from grabstream.gate.batches import PlainBatch, plain_batch
-from grabstream.gate.journaled import settle
+from grabstream.gate.journaled import set_result
 from grabstream.gate.single import Promise
 from grabstream.gateway.bounds import (
     BASKET_KEY_LENGTH_MAX,
@@ -124,7 +124,7 @@ Then = Callable[[Reply | BaseException], None]
 async def awaited(begin: Callable[[Request, bytes, Then], None], request: Request, body: bytes) -> Reply:
     """The reply that a handler without a task gives; raises its error."""
     reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-    begin(request, body, partial(settle, reply))
+    begin(request, body, partial(set_result, reply))
     return await reply
 
 

@@ -17,7 +17,7 @@ from grabstream.gateway.protocol import Server, bounded, keep_checking
 from grabstream.runtime.ending import first_to_end, running
 
 #: Open files of the process other than connections of clients.
-FILES_BESIDE: Final = 512
+OTHER_FILES: Final = 512
 
 
 def bind(host: str, port: int, is_shared: bool = False) -> socket.socket:
@@ -45,11 +45,11 @@ def bind(host: str, port: int, is_shared: bool = False) -> socket.socket:
 def connections_possible(wanted: int) -> int:
     """Raises the bound of open files of this process for `wanted` connections; returns how many it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + FILES_BESIDE
+    needed = wanted + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - FILES_BESIDE))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - OTHER_FILES))
 
 
 async def serve(

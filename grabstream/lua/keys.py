@@ -243,7 +243,7 @@ def readable_patterns(prefix: str) -> list[str]:
     return [system_keys.system, system_keys.workers, *(f"{tag}:{name}" for name in names)]
 
 
-def state_key_beside(key: str) -> str:
+def shard_key_from(key: str) -> str:
     """The key of the shard hash, from any key of the shard."""
     return f"{key[: key.index('}') + 1]}:shard"
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from redis.exceptions import NoScriptError, ResponseError
 
 from grabstream.lua import loader
-from grabstream.lua.keys import state_key_beside
+from grabstream.lua.keys import shard_key_from
 from grabstream.lua.library import LibraryMissing, is_missing, library, why_unusable
 from grabstream.runtime.measures import FUNCTION_SECONDS
 
@@ -54,7 +54,7 @@ async def run_script(redis: Any, name: str, keys: Sequence[str], arguments: Sequ
 
 
 async def _run(redis: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
-    state = state_key_beside(keys[0])
+    state = shard_key_from(keys[0])
     if is_plain(redis, state):
         return await _run_plain(redis, name, keys, arguments)
     function = library().functions[name]

@@ -359,6 +359,6 @@ def cancellable(client: Any) -> Any:
     return client
 
 
-def is_of_closed_stream(error: BaseException) -> bool:
+def means_closed(error: BaseException) -> bool:
     """Whether redis-py raised an error because the connection was closed during a command."""
     return isinstance(error, AttributeError) and error.obj is None and error.name in _STREAM_METHODS

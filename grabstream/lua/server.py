@@ -13,7 +13,7 @@ async def server_epoch_of(redis: Any, key: str) -> str:
     return str((await run_script(redis, "server_epoch", [key], [])).decode())
 
 
-async def is_of_server(redis: Any, state: str, epoch: bytes | None) -> bool:
+async def has_server_epoch(redis: Any, state: str, epoch: bytes | None) -> bool:
     """Whether a shard with this state and epoch is reconciled with the server that has it now; raises the
     client's errors.
     """

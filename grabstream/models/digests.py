@@ -72,7 +72,7 @@ class Digests:
         self._names = [name_key for _, name_key in keys.values()]
         self._first = next(iter(self._keys), None)
 
-    def of(self, command: AnyCommand) -> str:
+    def digest(self, command: AnyCommand) -> str:
         """The digest of a command, as its event contains it."""
         if type(command) is Confirm:
             # Frequent, and without secret.
@@ -90,10 +90,10 @@ class Digests:
 
     def remembered(self, command: AnyCommand) -> str:
         """The digest of a command to remember without an event: that of a plain grab contains the grab."""
-        digest = self.of(command)
+        digest = self.digest(command)
         return plain_body(command) if digest == PLAIN and isinstance(command, Grab) else digest
 
-    def is_of(self, kept: str, command: AnyCommand) -> bool:
+    def matches(self, kept: str, command: AnyCommand) -> bool:
         """Whether `kept` (a digest of any form) is the digest of this command; raises CannotCompare when its
         key or form is unknown.
         """

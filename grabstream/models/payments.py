@@ -292,7 +292,7 @@ def command_of(receipt: Receipt) -> Confirm:
     )  # fmt: skip
 
 
-def command_of_unpaid(hold: AskedHold) -> Release:
+def release_for_unpaid(hold: AskedHold) -> Release:
     """The command that ends a hold that will not be paid, by the payment side's answer."""
     id_ = _id_of("unpaid", hold.offer, hold.grab, str(hold.ends_at))
     return Release(id=id_, offer=hold.offer, grab=hold.grab)

@@ -338,10 +338,12 @@ async def set_phase(connection: AsyncConnection[Any], schema: str, version: Vers
     return version._replace(phase=phase)
 
 
-# -- showing -------------------------------------------------------------------------------------------
+# -- switching -------------------------------------------------------------------------------------------
 
 
-async def show(connection: AsyncConnection[Any], schema: str, version: Version, keep: bool = True) -> None:
+async def switch_views(
+    connection: AsyncConnection[Any], schema: str, version: Version, keep: bool = True
+) -> None:
     """Makes a version live, in the caller's transaction. The version that was live becomes `previous`, or is
     discarded (`keep` false).
 
@@ -576,7 +578,7 @@ async def replace_with_empty(
     """
     empty = await create(connection, schema, projection, shards)
     await complete(connection, projection)
-    await show(connection, schema, empty, keep=False)
+    await switch_views(connection, schema, empty, keep=False)
     await sweep(connection, schema, projection)
 
 

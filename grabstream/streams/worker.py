@@ -32,9 +32,9 @@ from grabstream.runtime.ending import end, running
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import DoesNotStop, Trouble, in_words
 from grabstream.streams.deciding.decider import Decider
+from grabstream.streams.deciding.decoding import TopicAuthority
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide
 from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
-from grabstream.streams.deciding.understanding import TopicAuthority
 from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.relaying.announcing import RelayedShards
 from grabstream.streams.relaying.leases import Leases

@@ -13,11 +13,6 @@ from click.testing import CliRunner
 from psycopg import AsyncConnection
 
 from grabstream.connections.identity import (
-from grabstream.models.commands import Grab, Open
-from grabstream.models.offers import StockTerms
-from grabstream.ops.cli import VERBS, grabstream
-from grabstream.ops.commands.operate import worker
-from grabstream.connections.identity import (
     ClaimDamaged,
     IdentityNotRecorded,
     OtherJournal,
@@ -28,8 +23,7 @@ from grabstream.connections.opening import check_system, key_space, open_gate, o
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.cli import VERBS, grabstream
-from grabstream.ops.diagnosis.examination import examine
-from grabstream.connections.opening import check_system, key_space, open_gate, open_redis
+from grabstream.ops.commands.operate import worker
 from grabstream.ops.diagnosis.examination import SYSTEM_CHECK, examine
 from grabstream.ops.initialization import make_system, take_new_journal
 from grabstream.projections.database.locks import Held

@@ -70,7 +70,7 @@ def test_the_part_is_of_its_key() -> None:
     assert (PART.fingerprints, PART.only_sealing) == (WHOLE.fingerprints, ["k"])
     assert PART.sealing_text() == WHOLE.sealing_text()
     command = Load(id="l", offer="c", what="codes", chunk=1, chunks=1, items=("A",))
-    assert WHOLE.digests.is_of(PART.digests.of(command), command)
+    assert WHOLE.digests.matches(PART.digests.digest(command), command)
     assert WHOLE.digests.names("x") == PART.digests.names("x")
 
 

@@ -241,8 +241,8 @@ def test_signatures_are_not_part_of_the_body() -> None:
         (CLOSE, approved(CLOSE, BY_ANN), approved(CLOSE, BY_BOB)),
         (CONFIRM, replace(CONFIRM, receipt=signed(RECEIPT)), replace(CONFIRM, receipt="x")),
     ):
-        assert digests.of(plain) == digests.of(one) == digests.of(other)
-        assert digests.is_of(digests.of(other), one)
+        assert digests.digest(plain) == digests.digest(one) == digests.digest(other)
+        assert digests.matches(digests.digest(other), one)
 
 
 def test_one_key_under_two_ids_is_refused() -> None:

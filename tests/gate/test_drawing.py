@@ -68,14 +68,14 @@ async def test_grabs_of_other_offers_are_decided_while_large_envelopes_are_drawn
 
     async def open_(number: int) -> str:
         reader = CallOrder() if readers else None
-        [answer] = await gate.decide([large(number)], "decided", reader=reader)
+        [answer] = await gate.decide([large(number)], "decided", topic_order=reader)
         return str(answer.outcome)
 
     opens = asyncio.gather(*map(open_, range(8)))
     reader = CallOrder() if readers else None
     while not opens.done():
         grab = Grab(id=f"g{draws.decided}", offer="small", user=f"u{draws.decided}")
-        [answer] = await gate.decide([grab], "decided", reader=reader)
+        [answer] = await gate.decide([grab], "decided", topic_order=reader)
         assert answer.outcome == "granted", answer
         draws.decided += 1
     assert await opens == ["opened"] * 8
@@ -87,8 +87,8 @@ async def test_later_commands_of_a_caller_wait_for_a_large_envelope(
     make_gate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, draws, reader = make_gate(timeout_ms=60_000), watched(monkeypatch, 1), CallOrder()
-    opened = asyncio.create_task(gate.decide([large(0)], "decided", reader=reader))
-    paused = asyncio.create_task(gate.decide([Pause(id="p", offer="large0")], "decided", reader=reader))
+    opened = asyncio.create_task(gate.decide([large(0)], "decided", topic_order=reader))
+    paused = asyncio.create_task(gate.decide([Pause(id="p", offer="large0")], "decided", topic_order=reader))
     await until(lambda: draws.order, what="the drawing")
     [answer] = await gate.decide([Pause(id="of-another", offer="large0")], "decided")
     assert answer.outcome == "no_such_offer", "another caller's do not wait"

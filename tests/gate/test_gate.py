@@ -285,7 +285,9 @@ async def test_calls_go_side_by_side_if_they_are_large_or_the_server_is_fast(
     held_back.sent.set()
     assert (await gate.decide([opening("e", callers)], "decided"))[0].positive
     held_back.sent.clear()
-    crowd = [asyncio.create_task(gate.decide([grab], "decided", reader=reader)) for grab in grabs(callers)]
+    crowd = [
+        asyncio.create_task(gate.decide([grab], "decided", topic_order=reader)) for grab in grabs(callers)
+    ]
     await until(lambda: gate._shards[0].in_flight)
     in_flight = [sum(len(entry.batch.commands) for entry in call) for call in gate._shards[0].in_flight]
     held_back.sent.set()

@@ -72,7 +72,7 @@ async def test_a_reader_s_commands_name_no_journaled_event(relay: FakeRelay) -> 
     """A reader may outlive a journal that is put back, shorter than it was."""
     gate, reader = gate_over(relay), CallOrder()
     relaying = asyncio.create_task(relay.run())
-    assert (await gate.decide(steps_of("ann")[:1], reader=reader))[0].outcome == "held"
+    assert (await gate.decide(steps_of("ann")[:1], topic_order=reader))[0].outcome == "held"
     relaying.cancel()
     assert reader.lane(relay.shard.shard).journaled_seq == 0
     await gate.close()
@@ -87,7 +87,7 @@ async def test_a_command_of_a_wrong_type_is_invalid_and_affects_no_other(
     good, *_ = steps_of("ann")
     commands = [Grab(id=5, offer="s", user="u"), good][:count]  # type: ignore[arg-type]
     reader = CallOrder() if is_reader else None
-    answers = await gate.decide(commands, "decided", reader=reader)
+    answers = await gate.decide(commands, "decided", topic_order=reader)
     assert [answer.outcome for answer in answers] == ["invalid", "held"][:count]
     await gate.close()
 
@@ -104,10 +104,10 @@ async def test_a_reader_s_calls_are_decided_again_in_order(relay: FakeRelay) -> 
     """
     gate, reader = gate_over(relay), CallOrder()
     steps = steps_of("ann")[:3]
-    first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
+    first = asyncio.create_task(gate.decide([steps[0]], topic_order=reader))
     await until(lambda: relay.client.hexists(relay.shard.answers("s"), "s/g-ann"))
     await relay.lose_tail()
-    others = [asyncio.create_task(gate.decide([step], reader=reader)) for step in steps[1:]]
+    others = [asyncio.create_task(gate.decide([step], topic_order=reader)) for step in steps[1:]]
     relaying = asyncio.create_task(relay.run())
     answers = [(await task)[0] for task in (first, *others)]
     relaying.cancel()
@@ -122,7 +122,7 @@ async def test_a_list_that_is_cut_when_it_is_decided_again_is_answered(relay: Fa
     """
     gate = gate_over(relay)
     grabs = [Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(12)]
-    deciding = asyncio.create_task(gate.decide(grabs, reader=CallOrder()))
+    deciding = asyncio.create_task(gate.decide(grabs, topic_order=CallOrder()))
     await until(lambda: relay.client.hexists(relay.shard.answers("s"), "s/g11"))
     with scripts(call_max=1):
         await relay.lose_tail()
@@ -155,9 +155,9 @@ async def test_a_call_in_flight_is_decided_after_the_calls_decided_again(relay: 
     reader = CallOrder()
     gate = gate_over(relay, InterruptedClient(relay.client, "confirm", lose))
     steps = steps_of("ann")[:3]
-    first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
+    first = asyncio.create_task(gate.decide([steps[0]], topic_order=reader))
     await until(lambda: relay.client.hexists(relay.shard.answers("s"), "s/g-ann"))
-    others = [asyncio.create_task(gate.decide([step], reader=reader)) for step in steps[1:]]
+    others = [asyncio.create_task(gate.decide([step], topic_order=reader)) for step in steps[1:]]
     await lane_is_stale.wait()
     relaying = asyncio.create_task(relay.run())
     assert [(await task)[0].outcome for task in (first, *others)] == CARRIED_OUT
@@ -192,7 +192,7 @@ async def test_order_holds_however_often_the_tail_is_lost(relay: FakeRelay, seed
         return [answer.outcome for answer in await gate.decide(steps_of(user), promise, patience_ms=60_000)]
 
     async def by_reader(user: str) -> list[str]:
-        calls = [asyncio.create_task(gate.decide([step], reader=reader)) for step in steps_of(user)]
+        calls = [asyncio.create_task(gate.decide([step], topic_order=reader)) for step in steps_of(user)]
         return [(await call)[0].outcome for call in calls]
 
     relaying = asyncio.create_task(relay.run())
@@ -263,7 +263,7 @@ async def test_a_reader_is_never_refused_for_a_full_queue(relay: FakeRelay) -> N
     relaying = asyncio.create_task(relay.run())
     calls = [
         asyncio.create_task(
-            gate.decide([Grab(id=f"g{n}-{m}", offer="s", user="ann") for m in range(20)], reader=reader)
+            gate.decide([Grab(id=f"g{n}-{m}", offer="s", user="ann") for m in range(20)], topic_order=reader)
         )
         for n in range(100)
     ]
@@ -280,7 +280,7 @@ async def test_only_a_reader_waits_while_its_shard_is_fenced(relay: FakeRelay) -
     server_epoch = await relay.client.hget(relay.shard.state, "server_epoch")
     gate, reader = gate_over(relay), CallOrder()
     await relay.client.hdel(relay.shard.state, "server_epoch")
-    waiting = asyncio.create_task(gate.decide(steps_of("ann")[:3], "decided", reader=reader))
+    waiting = asyncio.create_task(gate.decide(steps_of("ann")[:3], "decided", topic_order=reader))
     assert (await gate.decide(steps_of("bob")[:1], "decided"))[0].outcome == "fenced"
     await asyncio.wait({waiting}, timeout=0.3)
     assert not waiting.done()

@@ -124,11 +124,11 @@ async def test_order_and_outage(client: Any, keys: KeySpace) -> None:
         # The one unit belongs to the call that came first, although its key comes late.
         order = CallOrder()
         slow.fails = 1
-        first = asyncio.create_task(gate.decide([taking("g1")], "decided", reader=order))
+        first = asyncio.create_task(gate.decide([taking("g1")], "decided", topic_order=order))
         while not slow.asked:
             await asyncio.sleep(0)
         second = asyncio.create_task(
-            gate.decide([Grab(id="g2", offer="o", user="ben")], "decided", reader=order)
+            gate.decide([Grab(id="g2", offer="o", user="ben")], "decided", topic_order=order)
         )
         # While a reader waits, others are refused, or decided: their order is another one.
         slow.fails += 1

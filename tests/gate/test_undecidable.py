@@ -121,7 +121,7 @@ async def test_undecidable_commands_are_reported_with_their_index(
     relaying = asyncio.create_task(relay.run())
     answers = await gate.decide(
         commands,
-        reader=CallOrder(),
+        topic_order=CallOrder(),
         report_undecidable=lambda index, reason: reported.append((index, reason)),
     )
     relaying.cancel()

@@ -7,17 +7,17 @@ from typing import Any, cast
 import pytest
 
 from grabstream.gateway.app import Application, Bounds
-from grabstream.gateway.asking import QueryHandlers
 from grabstream.gateway.bounds import COMMAND_SECONDS_TARGET
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
 from grabstream.gateway.deciding import CommandHandlers
 from grabstream.gateway.event_streams import EventStreams
 from grabstream.gateway.measures import NO_OPERATION
+from grabstream.gateway.operator_questions import Watching
 from grabstream.gateway.problems import Reply
 from grabstream.gateway.protocol import WAITED
+from grabstream.gateway.questions import QueryHandlers
 from grabstream.gateway.receipts import Receipts
-from grabstream.gateway.watching import Watching
 
 
 class Broken:

@@ -12,8 +12,8 @@ from playwright.async_api import Browser, expect
 from tests.conftest import until
 from tests.gateway.conftest import Door, Guarded
 from tests.gateway.test_commands import SALE
+from tests.gateway.test_operator_questions import sql, until_books_are_level, until_counted
 from tests.gateway.test_questions import position
-from tests.gateway.test_watching import sql, until_books_are_level, until_counted
 from tests.support.browsers import shown, violations
 from tests.support.gateways import Caller
 

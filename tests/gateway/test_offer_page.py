@@ -18,8 +18,8 @@ from grabstream.workshop.services import free_ports
 from tests.conftest import until
 from tests.gateway.conftest import Door, Guarded
 from tests.gateway.test_live_page import ENVELOPE, HOSTILE
+from tests.gateway.test_operator_questions import sql
 from tests.gateway.test_questions import position
-from tests.gateway.test_watching import sql
 from tests.support.browsers import shown, violations
 from tests.support.gateways import Caller, GatewayProcess, calling, new_key
 from tests.support.issuer import token

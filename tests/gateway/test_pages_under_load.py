@@ -14,8 +14,8 @@ from playwright.async_api import Browser, Page, expect
 from grabstream.connections.opening import open_gate
 from grabstream.models.commands import Grab
 from tests.gateway.conftest import Door
+from tests.gateway.test_operator_questions import sql, until_books_are_level, until_counted
 from tests.gateway.test_questions import position
-from tests.gateway.test_watching import sql, until_books_are_level, until_counted
 from tests.support.browsers import shown
 from tests.support.gateways import Caller
 

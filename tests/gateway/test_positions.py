@@ -25,8 +25,8 @@ from grabstream.gateway.problems import retry_soon
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.gateway.test_commands import SALE
+from tests.gateway.test_operator_questions import sql
 from tests.gateway.test_questions import position
-from tests.gateway.test_watching import sql
 from tests.support.gateways import Caller, Message
 
 

@@ -14,12 +14,12 @@ import pytest
 from psycopg import AsyncConnection
 
 from grabstream.connections.opening import key_space, open_redis
-from grabstream.gateway.asking import QueryHandlers
 from grabstream.gateway.books import open_books
 from grabstream.gateway.bounds import AFTER_SECONDS_MAX, CACHE_SECONDS
 from grabstream.gateway.caching import Cache
+from grabstream.gateway.last_decided import LastSeqs
 from grabstream.gateway.problems import Problem
-from grabstream.gateway.reaching import LastSeqs
+from grabstream.gateway.questions import QueryHandlers
 from grabstream.gateway.requests import Request
 from grabstream.lua.server import server_epoch_of
 from grabstream.models.outcomes import Outcome
@@ -186,7 +186,7 @@ async def test_visitors_share_what_is_read_for_a_random_order(
             ours[visitor] = await pages_of(questions, f"issuer={shop}&order=random&visitor={visitor}&limit=4")
             assert [len(page["offers"]) for page in ours[visitor]] == [4, 4, 3]
         assert len(queries) == 1
-    monkeypatch.setattr("grabstream.gateway.asking.SHUFFLED_OFFERS_MAX", 10)
+    monkeypatch.setattr("grabstream.gateway.questions.SHUFFLED_OFFERS_MAX", 10)
     async with counted(door) as (questions, queries):
         for visitor, pages in ours.items():
             asked = f"issuer={shop}&order=random&visitor={visitor}&limit=4"
@@ -205,7 +205,7 @@ async def test_visitors_share_what_is_read_for_a_random_order(
         again = await pages_of(questions, asked)
         assert [len(page["offers"]) for page in again] == [3, 4, 3]
         assert [page.get("next") for page in again] == [page.get("next") for page in pages]
-    monkeypatch.setattr("grabstream.gateway.asking.SHUFFLED_NAMES_MAX", 5)
+    monkeypatch.setattr("grabstream.gateway.questions.SHUFFLED_NAMES_MAX", 5)
     async with counted(door) as (questions, queries):
         newest = [f"{offer}:{number}" for number in range(6, 11)]
         [page] = await pages_of(questions, f"issuer={shop}&order=random&visitor=ann&limit=100")

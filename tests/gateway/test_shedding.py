@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from grabstream.gateway.bounds import COMMAND_SECONDS_TARGET, COMMANDS_FIRST, COMMANDS_MIN
-from grabstream.gateway.pressure import FALL, FALL_EVERY_SECONDS, Pressure
+from grabstream.gateway.command_bound import FALL, FALL_EVERY_SECONDS, Pressure
 from tests.gateway.conftest import Door, until_open
 from tests.support.gateways import GatewayProcess, calling, new_key
 from tests.support.processes import resident_bytes

@@ -14,7 +14,6 @@ from typing import Any, Final, cast
 import pytest
 
 from grabstream.gateway.app import Application, Bounds
-from grabstream.gateway.asking import QueryHandlers
 from grabstream.gateway.bounds import (
     AFTER_WAITERS_CALLER_MAX,
     AFTER_WAITERS_MAX,
@@ -29,9 +28,10 @@ from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
 from grabstream.gateway.deciding import CommandHandlers
 from grabstream.gateway.event_streams import EventStreams
 from grabstream.gateway.operations import Operation
+from grabstream.gateway.operator_questions import Watching
+from grabstream.gateway.questions import QueryHandlers
 from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.requests import Request
-from grabstream.gateway.watching import Watching
 from tests.conftest import until
 
 BALANCES: Final = "/v1/users/ann/balances"

@@ -16,7 +16,7 @@ import pytest
 from grabstream.gateway.bounds import COMMANDS_MIN
 from tests.conftest import until
 from tests.gateway.conftest import Door
-from tests.gateway.test_watching import sql, until_books_are_level
+from tests.gateway.test_operator_questions import sql, until_books_are_level
 from tests.support.gateways import Caller
 
 SCRIPT: Final = Path(__file__).with_name("grabs.lua")

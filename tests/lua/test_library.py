@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 from grabstream.connections.libraries import field_of
 from grabstream.gate.gate import Gate
 from grabstream.lua import running
-from grabstream.lua.keys import KeySpace, state_key_beside
+from grabstream.lua.keys import KeySpace, shard_key_from
 from grabstream.lua.library import (
     MISSING,
     Library,
@@ -322,7 +322,7 @@ def test_the_shard_of_a_key_is_known_from_its_tag() -> None:
         *shard.offer_keys("a:b"),
         *shard.campaign_keys("a"),
     ):
-        assert state_key_beside(key) == shard.state
+        assert shard_key_from(key) == shard.state
 
 
 # -- releases side by side -----------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def of_redis(name: str, appends: int, replicas: int) -> dict[str, str]:
     ("series", "fires"),
     [
         (of_redis("a", 1, 0), None), (of_redis("a", 0, 0), "a"),
-        # A primary may leave the file to its replica, but not a replica that has none either.
+        # A master may leave the file to its replica, but not a replica that has none either.
         (of_redis("a", 0, 1) | of_redis("b", 1, 0), None), (of_redis("a", 0, 1) | of_redis("b", 0, 0), "b"),
         ({"redis_aof_last_write_status{redis='core',instance='a'}": "0x20"}, "a"),
     ],

@@ -21,12 +21,12 @@ from grabstream.models.payments import (
     PaymentState,
     Receipt,
     command_of,
-    command_of_unpaid,
     decode_answer,
     decode_query,
     decode_receipt,
     decode_token,
     encode_claims,
+    release_for_unpaid,
 )
 from grabstream.models.schema_documents import payment_documents
 
@@ -103,7 +103,7 @@ def test_ids_of_the_system_are_reserved() -> None:
                 at=1,
             )
         ),
-        command_of_unpaid(AskedHold(offer=LONG, grab=LONG, ends_at=4_102_444_800_000)),
+        release_for_unpaid(AskedHold(offer=LONG, grab=LONG, ends_at=4_102_444_800_000)),
     ]
     for command in commands:
         assert is_id(command.id)
@@ -117,7 +117,7 @@ def test_ids_of_the_system_are_reserved() -> None:
                 decode_command(json.dumps(raw if type_ == "grab" else {**raw, "grab": "g"}).encode())
     with pytest.raises(Invalid, match="is reserved"):
         check(Release(id="sweep", offer="o", grab="g"), from_system=True)
-    assert commands[1].id != command_of_unpaid(AskedHold(offer=LONG, grab=LONG, ends_at=1)).id
+    assert commands[1].id != release_for_unpaid(AskedHold(offer=LONG, grab=LONG, ends_at=1)).id
 
 
 def test_no_reserved_id_is_overlooked_in_a_list() -> None:

@@ -45,7 +45,7 @@ async def test_every_view_and_column_is_commented_as_the_dictionary_says(
     async with connection.transaction():
         made = await versions.create(connection, settings.schema_, "ledger", settings.shards)
         await versions.complete(connection, "ledger")
-        await versions.show(connection, settings.schema_, made)
+        await versions.switch_views(connection, settings.schema_, made)
     assert await described(connection, settings.schema_) == dictionary()
 
 
@@ -135,7 +135,7 @@ async def test_grants_on_reports_stay_when_a_view_that_they_read_gets_other_colu
     async with connection.transaction():
         made = await versions.create(connection, main, "ledger", settings.shards)
         await versions.complete(connection, "ledger")
-        await versions.show(connection, main, made)
+        await versions.switch_views(connection, main, made)
     await use_schema(connection, main)
     assert await (
         await connection.execute(

@@ -13,12 +13,12 @@ from psycopg import AsyncConnection, AsyncCursor
 from psycopg.rows import dict_row
 from psycopg.sql import Literal
 
-from grabstream.gateway import filming
-from grabstream.gateway.asking import QueryHandlers
+from grabstream.gateway import offer_film
 from grabstream.gateway.books import PLANNING, Row
 from grabstream.gateway.bounds import SHUFFLED_OFFERS_MAX
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.positions import WAITING_PLACES
+from grabstream.gateway.questions import QueryHandlers
 from grabstream.gateway.requests import Request
 from grabstream.ops.commands.read.show import read_offer
 from grabstream.projections.versions import create_flat
@@ -181,7 +181,7 @@ async def test_pages_of_offers_are_read_from_an_index_without_a_sort(books: Expl
 
 
 async def test_a_film_and_what_is_shown_are_read_from_indexes_without_a_sort(books: Explained) -> None:
-    rows = await books.rows(filming.PARTS, ["envelope", 20])
+    rows = await books.rows(offer_film.PARTS, ["envelope", 20])
     assert [row["place"] for row in rows] == list(range(1, 21))
     found = await read_offer(books, "envelope", 20)  # type: ignore[arg-type]
     assert found is not None

@@ -76,7 +76,7 @@ async def test_a_version_that_is_shown_gets_the_grants_of_the_one_before(
     async with connection.transaction():
         made = await versions.create(connection, main, "ledger", settings.shards)
         await versions.complete(connection, "ledger")
-        await versions.show(connection, main, made)
+        await versions.switch_views(connection, main, made)
     rights = [
         f"has_schema_privilege('public', '{made.schema}', 'USAGE')",
         *(f"has_table_privilege('public', '{made.schema}.{table}', '{right}')"
@@ -248,11 +248,11 @@ async def test_view_with_other_columns_is_created_again_with_its_grants_unless_v
     await connection.execute(b"CREATE VIEW rich AS SELECT * FROM accounts WHERE posted > 1")
     with pytest.raises(versions.ViewsInUse, match="rich"):
         async with connection.transaction():
-            await versions.show(connection, main, made)
+            await versions.switch_views(connection, main, made)
     assert (await versions.in_state(connection, main, "ledger", "live")).version == 1  # type: ignore[union-attr]
     await connection.execute(b"DROP VIEW rich")
     async with connection.transaction():
-        await versions.show(connection, main, made)
+        await versions.switch_views(connection, main, made)
     await connection.execute("SELECT set_config('search_path', %s, false)", (main,))
     columns = (
         "SELECT array_agg(attname::text ORDER BY attnum) FROM pg_attribute WHERE attrelid = "
@@ -283,10 +283,10 @@ async def test_two_read_models_that_are_switched_at_once_are_both_shown(
 
         async def switch_ledger() -> None:
             async with other.transaction():
-                await versions.show(other, main, made["ledger"], keep=False)
+                await versions.switch_views(other, main, made["ledger"], keep=False)
 
         async with connection.transaction():
-            await versions.show(connection, main, made["audit"], keep=False)
+            await versions.switch_views(connection, main, made["audit"], keep=False)
             switching = asyncio.create_task(switch_ledger())
             while not await fetch(connection, f"SELECT unnest(pg_blocking_pids({other.info.backend_pid}))"):
                 assert not switching.done()

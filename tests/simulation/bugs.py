@@ -311,7 +311,7 @@ OF_GATE: Final = (
         (
             (
                 "grabstream/gate/gate.py",
-                "patience = math.inf if reader else patience_ms / 1000",
+                "patience = math.inf if topic_order else patience_ms / 1000",
                 "patience = patience_ms / 1000",
             ),
         ),

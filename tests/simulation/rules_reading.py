@@ -151,7 +151,7 @@ class RulesReading:
             command: Any = sent.command
             if (
                 command.offer == event.offer
-                and SEALER.digests.of(command) == getattr(event, "digest", None)
+                and SEALER.digests.digest(command) == getattr(event, "digest", None)
                 and (not isinstance(command, Grab) or command.user == event.user)
                 and (not hasattr(event, "operator") or command.operator == event.operator)
             ):

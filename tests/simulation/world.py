@@ -37,7 +37,7 @@ from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import PAYMENTS_KEPT_MS
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.streams.deciding.decider import decider_group
-from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
+from grabstream.streams.deciding.decoding import SET_ASIDE_HEADER
 from grabstream.streams.journal_keys import JournalKeys, use_keys
 from grabstream.streams.topics import Topics
 from tests.lua.histories.recovered import align_postponed_due_times, contents, differences, fold

@@ -53,13 +53,13 @@ def decide(state: ShardState, command: AnyCommand, clock_ms: int, drawn: Drawn |
         return _decide_known(state, command, known, now, unfit)
     if unfit:
         return Decided(refused(state, command, Outcome.invalid, now, message=unfit), [], False)
-    digest = state.digests.of(command)
+    digest = state.digests.digest(command)
     if isinstance(command, Open):
         return open_offer(state, command, digest, now, drawn or {})
-    return _remember(state, command, now, _carry_out(state, command, offer, digest, now, drawn or {}))
+    return _remember(state, command, now, _execute(state, command, offer, digest, now, drawn or {}))
 
 
-def _carry_out(
+def _execute(
     state: ShardState, command: AnyCommand, offer: Offer | None, digest: str, now: int, drawn: Drawn
 ) -> Decided:
     if offer is None:
@@ -137,13 +137,13 @@ def decide_basket(
     decided = []
     for command, drawn_for in zip(commands, drawn, strict=True):
         offer = state.offers.get(command.offer)
-        digest = state.digests.of(command)
+        digest = state.digests.digest(command)
         if _answered(state, command):
             decision = Decided(refused(state, command, Outcome.conflict, now), [], False)
         elif offer is not None and (message := grabbing.unfit(offer, command)):
             decision = Decided(refused(state, command, Outcome.invalid, now, message=message), [], False)
         else:
-            decision = _carry_out(state, command, offer, digest, now, drawn_for)
+            decision = _execute(state, command, offer, digest, now, drawn_for)
         if not decision.answer.positive:
             vars(state).update(vars(pickle.loads(saved)))  # noqa: S301 - what was saved above
             return [_refused_with(state, grab, decision.answer, command, now) for grab in commands]
@@ -177,7 +177,7 @@ def _is_same(state: ShardState, command: AnyCommand, known: Remembered) -> bool:
     whole = whole_of(command)
     if known.whole is not None or (whole is not None and known.answer.positive):
         return whole == known.whole and command.offer == known.answer.offer
-    return state.digests.is_of(known.digest, command)
+    return state.digests.matches(known.digest, command)
 
 
 def _refused_with(state: ShardState, command: Grab, refusal: Answer, first: Grab, now: int) -> Decided:

@@ -23,7 +23,7 @@ from grabstream.settings import Settings
 from grabstream.streams.clients import LASTING_SECONDS
 from grabstream.streams.relaying.takeover import CANNOT_BE_REBUILT, JOURNAL_LOST
 
-#: How long a replica may take to answer: well below ANSWER_SECONDS_MAX, which bounds its primary and it.
+#: How long a replica may take to answer: well below ANSWER_SECONDS_MAX, which bounds its master and it.
 REPLICA_SECONDS_MAX: Final = 1.0
 #: A relay is late when an event has waited this long for the journal.
 RELAY_LATE_MS: Final = 10_000
@@ -312,7 +312,7 @@ def memory_is_short(readings: CoreReadings, settings: Settings) -> list[Finding]
     return findings
 
 
-def clock_of_callers(readings: CoreReadings, settings: Settings) -> list[Finding]:
+def check_callers_clock(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """Shards whose callers may name the time."""
     shards = [shard for shard in readings.shards if shard.fields["clock"] == "caller"]
     if not shards:

@@ -11,7 +11,7 @@ from psycopg.rows import dict_row
 
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.records import read_grab, read_part
-from grabstream.lua.server import is_of_server
+from grabstream.lua.server import has_server_epoch
 from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, PaymentRefundDue, encode_event
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.runs import decode_line, singles
@@ -197,7 +197,8 @@ async def read_redis(redis: Any, keys: KeySpace, user: str, offer: str, grabs: l
     """The state in Redis: whether the shard decides, the rest of the offer, and the user's part of it."""
     shard_keys = keys.shard(keys.shard_of_offer(offer))
     state_key, users_key, _, grabs_key, *_ = shard_keys.offer_keys(offer)
-    decides = await is_of_server(redis, shard_keys.state, await redis.hget(shard_keys.state, "server_epoch"))
+    epoch = await redis.hget(shard_keys.state, "server_epoch")
+    decides = await has_server_epoch(redis, shard_keys.state, epoch)
     values = await redis.hmget(state_key, ["state", "paused", "kind", "amount_left", "units_left", "held"])
     if values[0] is None:
         return {"decides": decides, "there": False}

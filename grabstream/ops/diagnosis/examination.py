@@ -250,7 +250,7 @@ CHECKS: Final = (
     Check("PostgreSQL waits for its disk to write", ("postgres",), _books(books.may_forget)),
     Check("PostgreSQL knows the time zones", ("postgres",), _books(books.zones_unknown)),
     Check("disks have room", (), _disks),
-    Check("shards have the clock of Redis", ("redis",), _core(core.clock_of_callers)),
+    Check("shards have the clock of Redis", ("redis",), _core(core.check_callers_clock)),
     Check("servers of the Redis Cluster answer", ("redis",), _core(core.silent)),
     Check("shards decide", ("redis",), _core(core.fenced)),
     Check("Redis has the functions", ("redis",), _core(core.without_functions)),

@@ -76,7 +76,7 @@ def old(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
             what += f"may still be needed: that could not be counted within {COUNT_SECONDS_MAX} s"
             means = "every process must have the key"
         elif uses := readings.uses.get(key.key_id):
-            what += f"is still needed for {in_words(uses)}"
+            what += f"is still needed for {uses_text(uses)}"
             means = "every process must have the key until these have ended"
             if uses.envelopes or uses.code_lists:
                 # Retiring it would be refused.
@@ -91,7 +91,7 @@ def old(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
     return findings
 
 
-def in_words(uses: Uses) -> str:
+def uses_text(uses: Uses) -> str:
     """What a key is needed for."""
     parts = (
         (uses.envelopes, "open envelopes"),

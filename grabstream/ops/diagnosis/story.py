@@ -43,9 +43,9 @@ class Moment(NamedTuple):
     limits: list[tuple[Counted, Counted]]
 
 
-def tell(evidence: BooksEvidence) -> list[Moment]:
+def describe(evidence: BooksEvidence) -> list[Moment]:
     """The moments in order. A command that was refused and made an event is one moment, that of the event."""
-    return _OfferStory(evidence).tell()
+    return _OfferStory(evidence).describe()
 
 
 class _OfferStory:
@@ -60,7 +60,7 @@ class _OfferStory:
         self._closed_at: int | None = None
         self._moments: list[Moment] = []
 
-    def tell(self) -> list[Moment]:
+    def describe(self) -> list[Moment]:
         evidence = self._evidence
         self._attributes = next((grab["attributes"] for grab in evidence.grabs if grab["attributes"]), {})
         with_events = {event.command for event in evidence.events}

@@ -18,7 +18,7 @@ from grabstream.settings import Settings
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.deciding.decider import decider_group
-from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
+from grabstream.streams.deciding.decoding import SET_ASIDE_HEADER
 from grabstream.streams.topics import (
     COMPRESSION,
     DAY_MS,

@@ -87,9 +87,9 @@ def _read_object(place: BucketAddress, bucket: Bucket) -> Evidence:
     if found.lock is None:
         note = f"{named} is not locked: anyone with write access can replace it"
     elif found.lock.until <= datetime.now(UTC):
-        note = f"{named}: its lock expired at {in_words(found.lock)}"
+        note = f"{named}: its lock expired at {lock_text(found.lock)}"
     else:
-        note = f"{named} is locked until {in_words(found.lock)}"
+        note = f"{named} is locked until {lock_text(found.lock)}"
     return Evidence(found.content, (note,))
 
 
@@ -112,7 +112,7 @@ def _only_version(place: BucketAddress, versions: list[ObjectVersion]) -> Bucket
     return place if version == "null" else place._replace(version=version)
 
 
-def in_words(lock: Lock) -> str:
+def lock_text(lock: Lock) -> str:
     """Until when a lock holds, and its mode."""
     return f"{second_of(lock.until)} ({lock.mode})"
 
@@ -191,9 +191,9 @@ def _write_object(place: BucketAddress, bucket: Bucket, content: bytes, lock: Lo
     if lock is not None and (
         found.lock is None or found.lock.mode != lock.mode or found.lock.until < lock.until - LOCK_TOLERANCE
     ):
-        said = "is not locked" if found.lock is None else f"is locked until {in_words(found.lock)}"
+        said = "is not locked" if found.lock is None else f"is locked until {lock_text(found.lock)}"
         raise BadCheckpoint(
-            f"{named} was written, but {said}, not until {in_words(lock)}: the store does not implement "
+            f"{named} was written, but {said}, not until {lock_text(lock)}: the store does not implement "
             "object lock correctly"
         )
     return WrittenFile(str(named), found.lock)

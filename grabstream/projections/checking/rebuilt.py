@@ -103,7 +103,7 @@ class RebuiltModels:
             if definition.compared_views:
                 await self._connection.execute(_views_text(definition.parts["views"]).encode())
             tables = await compare(self._connection, definition, live, rebuilt, definition.compared)
-        lines = [line for table in tables for line in _in_words(table)]
+        lines = [line for table in tables for line in _difference_lines(table)]
         return sum(table.rows_new for table in tables), lines
 
     async def offer_differences(self, offer: str) -> list[str]:
@@ -111,7 +111,7 @@ class RebuiltModels:
         live, definition = self.live["balances"], definition_of("balances")
         rebuilt = live._replace(schema=self._temporary_schema, definition=definition.number)
         tables = await compare(self._connection, definition, live, rebuilt, OFFER_TABLES, offer)
-        return [line for table in tables for line in _in_words(table)]
+        return [line for table in tables for line in _difference_lines(table)]
 
     def other_definition(self, name: str) -> str | None:
         """A message if the live version has a definition of another release, whose rows this release cannot
@@ -218,7 +218,7 @@ async def _definitions(connection: AsyncConnection[Any], schema: str, view: str 
     return texts
 
 
-def _in_words(difference: TableDifference) -> list[str]:
+def _difference_lines(difference: TableDifference) -> list[str]:
     """A line for each example, and one line with the number of other rows that differ."""
     if difference.columns:
         return [

@@ -15,7 +15,7 @@ from typing import Final
 from aiokafka import TopicPartition
 
 from grabstream.models.commands import AnyCommand, basket_of
-from grabstream.streams.deciding.understanding import RecordPosition
+from grabstream.streams.deciding.decoding import RecordPosition
 
 #: Commands of one shard, and bytes of their records, that wait here before partitions with more of them are
 #: no longer read. One poll, and one fetch per partition, may be added.

@@ -45,13 +45,13 @@ from grabstream.streams.deciding.backlog import (
     OpenRecords,
     ShardBacklog,
 )
-from grabstream.streams.deciding.understanding import (
+from grabstream.streams.deciding.decoding import (
     Pace,
     Rejected,
     TopicAuthority,
+    decode_record,
     in_runs,
     set_aside,
-    understand,
 )
 from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.topics import Topics
@@ -331,7 +331,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
                     opened = partition.add([record.offset], [record.key], _traceparents([record]))
                     opened.open += 1  # until its refusals are sent
                     with_refusals.append(opened)
-                    understood = await understand(record, pace, self._decider.authority)
+                    understood = await decode_record(record, pace, self._decider.authority)
                     refused.setdefault(partition.source.partition, []).extend(understood.refused)
                     rejected += understood.rejected
                     self._distribute(
@@ -585,7 +585,7 @@ class _ShardDecider:
         undecidable: dict[int, str] = {}
         commands = [command for held_commands in held for command in held_commands.commands]
         answers = await self._decider.gate.decide(
-            commands, reader=self._decider.order, report_undecidable=undecidable.__setitem__
+            commands, topic_order=self._decider.order, report_undecidable=undecidable.__setitem__
         )
         decided, start = [], 0
         for held_commands in held:

@@ -30,8 +30,8 @@ from grabstream.models.payments import (
     AskedHold,
     PaymentState,
     command_of,
-    command_of_unpaid,
     receipt_of,
+    release_for_unpaid,
 )
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class HoldQueries:
 
     async def _settle(self, holds: Holds, states: Sequence[PaymentState]) -> None:
         if commands := await self._commands_of(holds, states):
-            await self._carry_out(commands)
+            await self._execute(commands)
 
     async def _commands_of(self, holds: Holds, states: Sequence[PaymentState]) -> "list[Confirm | Release]":
         """The commands that follow from what the payment side knows."""
@@ -192,13 +192,13 @@ class HoldQueries:
             members = [f"{hold.offer}/{hold.grab}" for hold in unpaid]
             ends = await self._redis.zmscore(self._keys.holds, members)
             commands += [
-                command_of_unpaid(hold)
+                release_for_unpaid(hold)
                 for hold, end in zip(unpaid, ends, strict=True)
                 if end is not None and int(end) == hold.ends_at
             ]
         return commands
 
-    async def _carry_out(self, commands: "list[Confirm | Release]") -> None:
+    async def _execute(self, commands: "list[Confirm | Release]") -> None:
         # A shard that is fenced or busy decides again in a moment, as a rule before the holds end.
         until = time.monotonic() + self._lead_ms / 1000
         for attempt in range(1, ATTEMPTS_MAX + 1):

@@ -76,7 +76,7 @@ class Switch(NamedTuple):
                 # Readers queue behind us while we wait for this lock: so we wait briefly, and try again
                 # later.
                 await self._set_lock_timeout(VIEWS_LOCK_MS)
-                await versions.show(self.control, self.schema, self.chosen, self.keep)
+                await versions.switch_views(self.control, self.schema, self.chosen, self.keep)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
             return f"the views are in use by open transactions ({error.diag.message_primary})"
         except Busy as busy:

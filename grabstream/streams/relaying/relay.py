@@ -323,7 +323,7 @@ class ShardRelay:
     async def _append(
         self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor, block: list[OutboxLine]
     ) -> Cursor:
-        """Sends a block; returns the cursor after it, which is valid only if no record that counts lies
+        """Sends a block; returns the cursor after it. The block counts only if no record that counts lies
         between.
         """
         lines = [text for text, _ in block]

@@ -345,7 +345,7 @@ class ShadowShard:
             if surplus:
                 words += await self._judge(surplus)
             else:
-                words += _in_words(self._live.shard, part, shadow_value, live_value)
+                words += _difference_lines(self._live.shard, part, shadow_value, live_value)
         return words
 
     async def _at_one_seq(self, parts: Sequence[KeyPart]) -> list[Value]:
@@ -564,7 +564,7 @@ def _is_postponed(
     return opening is not None and again in (opening, int(closes_at))
 
 
-def _in_words(shard: int, part: KeyPart, shadow: Value, live: Value) -> list[str]:
+def _difference_lines(shard: int, part: KeyPart, shadow: Value, live: Value) -> list[str]:
     """A line for each difference."""
     where = f"shard {shard}: {part.name}".encode(errors="backslashreplace").decode()
     if part.kind == "key":

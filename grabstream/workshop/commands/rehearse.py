@@ -48,7 +48,7 @@ from grabstream.workshop.rehearsal.run import (
     read_progress,
 )
 from grabstream.workshop.rehearsal.stage import GATEWAY, WORKERS, CannotGoOn, Patience, Stage, set_up
-from grabstream.workshop.rehearsal.story import Story, tell
+from grabstream.workshop.rehearsal.story import Story, play_story
 from grabstream.workshop.rehearsal.verdict import verdict
 from grabstream.workshop.rehearsal.week import Week, publish
 
@@ -233,7 +233,7 @@ async def _tell(
     _stop_on_sigterm()
     if not quiet:
         console.print(f"{people:,} people [dim](seed {seed}, prefix {settings.prefix})[/]", highlight=False)
-    return await tell(story, settings, seed, people, keep, quiet)
+    return await play_story(story, settings, seed, people, keep, quiet)
 
 
 async def _rehearse(

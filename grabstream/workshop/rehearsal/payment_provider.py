@@ -204,7 +204,7 @@ class PaymentProvider:
         self._payments_by_grab.setdefault(grab, []).append(made)
         if asked.how != "late":
             self._settle(made, asked)
-        task = asyncio.create_task(self._carry_out(made, asked))
+        task = asyncio.create_task(self._execute(made, asked))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return 202, made.document()
@@ -279,7 +279,7 @@ class PaymentProvider:
         currency = token.currency if asked.currency is None else asked.currency
         payment.receipt = Receipt(**named, status="paid", at=now_ms(), paid=paid, currency=currency)
 
-    async def _carry_out(self, payment: ProviderPayment, asked: _Pay) -> None:
+    async def _execute(self, payment: ProviderPayment, asked: _Pay) -> None:
         if asked.how == "late":
             seconds = max(0.0, (payment.token.deadline_at - now_ms()) / 1000) + LATE_SECONDS
             await asyncio.sleep(seconds)

@@ -308,7 +308,7 @@ class Story:
 
     # -- from beginning to end
 
-    async def tell(self) -> None:
+    async def play_to_end(self) -> None:
         """Plays the story and reads its journal to the end."""
         if not await self._redis.hexists(self._shard.state, "clock"):
             await let_callers_set_time(self._redis, self._shard.state)
@@ -441,7 +441,7 @@ class Story:
         )
 
 
-async def tell(
+async def play_story(
     kind: type[Story], settings: Settings, seed: int, people: int, keep: bool, quiet: bool
 ) -> dict[str, Any]:
     """Plays a story on its own system, and returns its result and verdict."""
@@ -453,7 +453,7 @@ async def tell(
             open_reader(settings.brokers, Topics(settings.prefix).journal) as reader,
         ):
             story = kind(settings, redis, reader, stage, seed, people, quiet)
-            await story.tell()
+            await story.play_to_end()
             checks = await story.checks()
             checks += [*await story.verify(), await published_check(settings, stage.check)]
     finally:

@@ -93,11 +93,15 @@ def _changes(
     for difference in differences(old, new):
         verdict = difference.verdict(*directions)
         yield SchemaChange(
-            verdict, name, difference.where, _in_words(difference), way_out if verdict == "breaking" else ""
+            verdict,
+            name,
+            difference.where,
+            _difference_text(difference),
+            way_out if verdict == "breaking" else "",
         )
 
 
-def _in_words(difference: SchemaDifference) -> str:
+def _difference_text(difference: SchemaDifference) -> str:
     return (
         difference.words if difference.words == difference.kind else f"{difference.kind}: {difference.words}"
     )

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from grabstream.gate import calls
-from grabstream.gate.sizes import CALL_BYTES_MAX, size_of_all
+from grabstream.gate.sizes import CALL_BYTES_MAX, total_size
 from grabstream.lua.loader import Script, assemble, script_names
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
 from grabstream.models.commands import Adjust, AnyCommand, Close, Confirm, Grab, Load, Open, Release, Return
@@ -403,4 +403,4 @@ async def test_arguments_of_a_call_are_bounded_and_rarely_sent_twice(
                 )
             )
             assert max(sent) < 1.1 * CALL_BYTES_MAX
-            assert CALL_BYTES_MAX < sum(sent) < 1.5 * size_of_all(commands)
+            assert CALL_BYTES_MAX < sum(sent) < 1.5 * total_size(commands)

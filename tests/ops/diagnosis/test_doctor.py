@@ -504,9 +504,9 @@ def shard_readings(number: int, relay: str | None = "w-1", **fields: str) -> Sha
 
 
 def test_shards_whose_callers_name_the_time_are_named(settings: Settings) -> None:
-    assert not core.clock_of_callers(CoreReadings([], [shard_readings(0)]), settings)
+    assert not core.check_callers_clock(CoreReadings([], [shard_readings(0)]), settings)
     readings = CoreReadings([], [shard_readings(0), shard_readings(1, clock="caller")])
-    [finding] = core.clock_of_callers(readings, settings)
+    [finding] = core.check_callers_clock(readings, settings)
     assert (finding.severity, finding.what.partition(":")[0]) == ("risk", "shard 1")
     assert finding.command == f"redis-cli HDEL {key_space(settings).shard(1).state} clock"
 

@@ -15,7 +15,7 @@ from grabstream.models.commands import AnyCommand, Close, Confirm, Grab, Open
 from grabstream.models.events import GrabReturned
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
 from grabstream.ops.commands.read.why import as_json_of, gather
-from grabstream.ops.diagnosis.story import _details, tell
+from grabstream.ops.diagnosis.story import _details, describe
 from grabstream.settings import Settings
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
@@ -39,7 +39,7 @@ async def why(settings: Settings, user: str, offer: str) -> Any:
     evidence, unbooked, redis = await gather(settings, user, offer)
     assert evidence is not None
     # As --json prints it.
-    return json.loads(json.dumps(as_json_of(evidence, tell(evidence), unbooked, redis), default=str))
+    return json.loads(json.dumps(as_json_of(evidence, describe(evidence), unbooked, redis), default=str))
 
 
 async def decide(gate: Gate, command: AnyCommand) -> Answer:

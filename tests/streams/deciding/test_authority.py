@@ -17,10 +17,10 @@ from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.initialization import make_system
 from grabstream.settings import Settings
 from grabstream.streams.clients import started
-from grabstream.streams.deciding.understanding import Pace, TopicAuthority, understand
+from grabstream.streams.deciding.decoding import Pace, TopicAuthority, decode_record
 from grabstream.streams.topics import Topics
 from tests.conftest import until
-from tests.streams.deciding.test_understanding import Record
+from tests.streams.deciding.test_decoding import Record
 from tests.streams.deciding.topic_records import read_all
 
 TERMS = CouponTerms(issuer="shop", total=40_000)
@@ -46,7 +46,7 @@ async def test_each_command_of_an_array_is_judged_by_itself(right: str) -> None:
     ours, others = (OF_USERS, OPERATIONS) if right == "t.commands" else (OPERATIONS, OF_USERS)
     wrong = "t.operations" if right == "t.commands" else "t.commands"
     record = Record(array(ours[0], *others, *ours[1:]), topic=right)
-    understood = await understand(record, Pace(), TopicAuthority(Topics("t")))
+    understood = await decode_record(record, Pace(), TopicAuthority(Topics("t")))
     assert understood.commands == ours
     assert understood.indexes == [0, *range(len(others) + 1, len(others) + len(ours))]
     assert [(answer.id, answer.outcome, answer.offer) for answer in understood.refused] == [
@@ -63,11 +63,15 @@ async def test_each_command_of_an_array_is_judged_by_itself(right: str) -> None:
 async def test_a_refused_command_is_kept_with_the_bytes_that_were_sent() -> None:
     odd = b'{ "offer":"t\\u0065a",\t"id":"close", "type":"close"}'
     for value in (odd, b" [" + encode_command(OF_USERS[0]) + b" , " + odd + b"]", b"[" + odd + b"]"):
-        understood = await understand(Record(value, topic="t.commands"), Pace(), TopicAuthority(Topics("t")))
+        understood = await decode_record(
+            Record(value, topic="t.commands"), Pace(), TopicAuthority(Topics("t"))
+        )
         assert [rejected.raw for rejected in understood.rejected] == [odd]
         assert [answer.id for answer in understood.refused] == ["close"]
     secret = b'{"offer":"tea" ,"id":"l","type":"load","what":"codes","chunk":1,"chunks":1,"items":["c"]}'
-    understood = await understand(Record(secret, topic="t.operations"), Pace(), TopicAuthority(Topics("t")))
+    understood = await decode_record(
+        Record(secret, topic="t.operations"), Pace(), TopicAuthority(Topics("t"))
+    )
     [rejected] = understood.rejected
     assert (rejected.raw, dict(rejected.headers)["withheld"]) == (b"", b"%d" % len(secret))
 
@@ -95,7 +99,7 @@ async def test_a_refused_command_is_kept_with_the_bytes_that_were_sent() -> None
 )  # fmt: skip
 async def test_no_secret_is_copied(value: bytes) -> None:
     """Neither into `rejected`, for 90 days, nor into an answer. It is still where it was sent."""
-    understood = await understand(Record(value, topic="t.operations"), Pace(), TopicAuthority(Topics("t")))
+    understood = await decode_record(Record(value, topic="t.operations"), Pace(), TopicAuthority(Topics("t")))
     assert understood.commands == []
     assert understood.rejected
     assert "SECRET" not in repr(understood).replace("\\x00", "")
@@ -108,10 +112,10 @@ async def test_the_old_way_is_warned_of_once_and_leaves_operations_alone(
 ) -> None:
     authority = TopicAuthority(Topics("t"), operations_on_commands=True)
     for _ in range(2):
-        mixed = await understand(Record(array(*OPERATIONS, *OF_USERS)), Pace(), authority)
+        mixed = await decode_record(Record(array(*OPERATIONS, *OF_USERS)), Pace(), authority)
         assert mixed.commands == [*OPERATIONS, *OF_USERS]
     assert len([one for one in caplog.records if "GRAB_OPERATIONS_ON_COMMANDS" in one.message]) == 1
-    grabs = await understand(Record(array(*OF_USERS), topic="t.operations"), Pace(), authority)
+    grabs = await decode_record(Record(array(*OF_USERS), topic="t.operations"), Pace(), authority)
     assert not grabs.commands
 
 

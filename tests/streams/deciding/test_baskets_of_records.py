@@ -10,7 +10,7 @@ import pytest
 
 from grabstream.models.bounds import COMMAND_BYTES_MAX, REJECTED_OF_ARRAY_MAX
 from grabstream.models.identifiers import shard_of
-from grabstream.streams.deciding.understanding import Pace, TopicAuthority, Understood, understand
+from grabstream.streams.deciding.decoding import Pace, TopicAuthority, Understood, decode_record
 from grabstream.streams.topics import Topics
 
 
@@ -18,7 +18,7 @@ async def _understood(*commands: Any) -> Understood:
     record = SimpleNamespace(
         topic="t.commands", partition=0, offset=7, key=None, value=json.dumps(commands).encode()
     )
-    return await understand(record, Pace(), TopicAuthority(Topics("t")))
+    return await decode_record(record, Pace(), TopicAuthority(Topics("t")))
 
 
 def _grab(id: str, offer: str, user: Any = "ann", basket: Any = "B", **more: Any) -> dict[str, Any]:
@@ -54,7 +54,7 @@ async def test_an_escaped_field_name_basket_is_recognised() -> None:
         b'[{"type":"grab","id":"g-1","offer":"a","user":"ann","basket":"B"},{"type":"grab","id":"g-2",'
         b'"offer":"a","b\\u0061sket":"B"}]'
     )
-    understood = await understand(
+    understood = await decode_record(
         SimpleNamespace(topic="t.commands", partition=0, offset=1, key=None, value=raw),
         Pace(),
         TopicAuthority(Topics("t")),
@@ -82,7 +82,7 @@ async def test_every_name_of_a_basket_counts(fields: bytes) -> None:
         b'{"type":"grab","id":"g-2","offer":"a","user":"bob",' + fields + b"}]"
     )
     record = SimpleNamespace(topic="t.commands", partition=0, offset=1, key=None, value=raw)
-    understood = await understand(record, Pace(), TopicAuthority(Topics("t")))
+    understood = await decode_record(record, Pace(), TopicAuthority(Topics("t")))
     assert understood.commands == []
     assert {answer.id for answer in understood.refused} >= {"g-1"}
 
@@ -100,7 +100,7 @@ async def test_the_bytes_of_all_grabs_of_a_refused_basket_are_kept_as_they_were_
     bad = b'{"type":"grab","id":"g-2","offer":"a","user":"ann","basket":"B","quantity":0}'
     raw = b"[" + good + b"," + bad + b"]"
     record = SimpleNamespace(topic="t.commands", partition=0, offset=1, key=None, value=raw)
-    understood = await understand(record, Pace(), TopicAuthority(Topics("t")))
+    understood = await decode_record(record, Pace(), TopicAuthority(Topics("t")))
     assert [kept.raw for kept in understood.rejected] == [good, bad]
     assert [dict(kept.headers)["index"] for kept in understood.rejected] == [b"0", b"1"]
     assert [(answer.id, answer.outcome) for answer in understood.refused] == [

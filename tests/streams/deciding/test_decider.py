@@ -28,7 +28,7 @@ from grabstream.streams import clients
 from grabstream.streams.clients import started
 from grabstream.streams.deciding import backlog
 from grabstream.streams.deciding.decider import Decider
-from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
+from grabstream.streams.deciding.decoding import SET_ASIDE_HEADER
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import until

@@ -1,4 +1,4 @@
-"""A primary that writes no file, whose replica does (docs/operating.md): what is there after the primary, or
+"""A master that writes no file, whose replica does (docs/operating.md): what is there after the master, or
 both, died. Every journaled answer is, from the journal; a `decided` one only where the replica had it.
 """
 
@@ -41,13 +41,13 @@ class InMemory(Redis):
 
 
 class Servers:
-    """A primary without a file, and a replica with one. `settings` lead to the primary."""
+    """A master without a file, and a replica with one. `settings` lead to the master."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         ports = free_ports(2)
-        self.primary = InMemory(folder / "primary", ports[0])
+        self.master = InMemory(folder / "master", ports[0])
         self.replica = Redis(folder / "replica", ports[1])
-        self.settings = self._at(settings, self.primary)
+        self.settings = self._at(settings, self.master)
         self._base = settings
 
     @staticmethod
@@ -55,23 +55,23 @@ class Servers:
         return settings.model_copy(update={"redis_url": f"redis://127.0.0.1:{server.port}/0"})
 
     def follow(self) -> None:
-        """Lets the replica follow the primary."""
+        """Lets the replica follow the master."""
         with self.replica.client() as client:
-            client.replicaof("127.0.0.1", self.primary.port)
+            client.replicaof("127.0.0.1", self.master.port)
 
     async def until_followed(self) -> None:
-        """Returns when the replica has, and has written, all that the primary has."""
-        with self.primary.client() as primary, self.replica.client() as replica:
+        """Returns when the replica has, and has written, all that the master has."""
+        with self.master.client() as master, self.replica.client() as replica:
 
             def has_all() -> bool:
-                has, copy = primary.info("replication"), replica.info("replication")
+                has, copy = master.info("replication"), replica.info("replication")
                 return copy.get("master_link_status") == "up" and (
                     has["master_repl_offset"] == copy["slave_repl_offset"]
                 )
 
             await until(has_all, 30, "the replica has all")
             assert replica.info("persistence")["aof_enabled"] == 1
-            assert primary.info("persistence")["aof_enabled"] == 0
+            assert master.info("persistence")["aof_enabled"] == 0
 
     def promote(self) -> Settings:
         """Makes the replica the server that decides; returns the settings that lead to it."""
@@ -84,16 +84,16 @@ class Servers:
 async def pair(settings: Settings, tmp_path: Path) -> AsyncIterator[Servers]:
     servers = Servers(settings, tmp_path)
     # What the test runs in stays on the shared servers; these two are its own.
-    servers.primary.start()
+    servers.master.start()
     servers.replica.start()
     servers.follow()
     await make_system(servers.settings)
     yield servers
     servers.replica.kill()
-    servers.primary.kill()
-    servers.primary.start()
+    servers.master.kill()
+    servers.master.start()
     await take_down(servers.settings)
-    servers.primary.kill()
+    servers.master.kill()
 
 
 def grabs(offer: str, *numbers: int) -> list[AnyCommand]:
@@ -120,7 +120,7 @@ async def decided(settings: Settings, commands: list[AnyCommand], promise: str =
 
 @pytest.mark.requirement("F12")
 @pytest.mark.parametrize(
-    "fault", ["the primary dies", "both die, the replica behind", "the primary restarts empty"]
+    "fault", ["the master dies", "both die, the replica behind", "the master restarts empty"]
 )
 async def test_every_journaled_answer_is_there_after_a_crash(
     pair: Servers, worker: Callable[..., Any], fault: str
@@ -131,7 +131,7 @@ async def test_every_journaled_answer_is_there_after_a_crash(
     early = await decided(pair.settings, grabs("e", 90, 91))
     await pair.until_followed()
     if behind:
-        # From now on, the replica gets nothing more, although the primary sends it.
+        # From now on, the replica gets nothing more, although the master sends it.
         pair.replica.send_signal(signal.SIGSTOP)
     commands = promised()
     answers = await decided(pair.settings, commands)
@@ -143,10 +143,10 @@ async def test_every_journaled_answer_is_there_after_a_crash(
     if not behind:
         await pair.until_followed()
 
-    pair.primary.kill()
-    if fault == "the primary restarts empty":
+    pair.master.kill()
+    if fault == "the master restarts empty":
         # The trap of this way: the replica follows, and is empty, too.
-        pair.primary.start()
+        pair.master.start()
         await pair.until_followed()
         with pair.replica.client() as replica:
             assert replica.dbsize() == 0
@@ -169,13 +169,13 @@ async def test_every_journaled_answer_is_there_after_a_crash(
         assert again.repeated
         assert [getattr(again, name) for name in told] == [getattr(before, name) for name in told]
     [lost] = await decided(after, grabs("e", 99))
-    assert (lost.outcome, lost.repeated) == ("granted", fault == "the primary dies")
+    assert (lost.outcome, lost.repeated) == ("granted", fault == "the master dies")
     await assert_state_is_the_journal_s(after)
     assert second.stop() == 0
 
 
 async def finding(settings: Settings) -> Finding:
-    """What `doctor` says about the file of the primary."""
+    """What `doctor` says about the file of the master."""
     [found] = [
         one for name, one in (await examine(settings)).findings if name == "Redis writes an append-only file"
     ]
@@ -189,8 +189,8 @@ async def test_a_primary_refuses_while_nothing_is_written_anywhere(
     running = worker(pair.settings, "relay,sweep")
     assert {answer.outcome for answer in await decided(pair.settings, list(OPENS))} == {"opened"}
     await pair.until_followed()
-    with pair.primary.client() as primary:
-        primary.config_set("min-replicas-to-write", 1)
+    with pair.master.client() as master:
+        master.config_set("min-replicas-to-write", 1)
         await decided(pair.settings, grabs("e", 1))
         note = await finding(pair.settings)
         assert note.severity == "note"
@@ -203,10 +203,10 @@ async def test_a_primary_refuses_while_nothing_is_written_anywhere(
         pair.replica.kill()
 
         def alone() -> bool:
-            found: redis.Redis = primary
+            found: redis.Redis = master
             return bool(found.info("replication")["connected_slaves"] == 0)
 
-        await until(alone, 30, "the primary alone")
+        await until(alone, 30, "the master alone")
         assert (await finding(pair.settings)).severity == "risk"
         async with open_gate(pair.settings) as gate:
             [answer] = await gate.decide(grabs("e", 2), "decided", timeout_ms=10_000)

@@ -58,7 +58,7 @@ async def played(kind: type[Story], servers: Settings, log: Path) -> AsyncIterat
         open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
     ):  # fmt: skip
         story = kind(settings, redis, reader, stage, SEED, PEOPLE, True)
-        await story.tell()
+        await story.play_to_end()
         yield story
     await redis.aclose()
 

@@ -39,16 +39,7 @@ from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.refusal_words import words_of
 from grabstream.ops.commands.offers.approving import approval_option, sign_option, with_approvals
 from grabstream.ops.commands.offers.fields import field_options
-from grabstream.ops.console.output import (
-    Output,
-    complain,
-    counted,
-    json_option,
-    plain_console,
-    print_json,
-    say,
-    table,
-)
+from grabstream.ops.console.output import Output, complain, json_option, plain_console, print_json, say, table
 from grabstream.ops.console.progress import bar
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
 from grabstream.ops.formats.offer_plan import PLAN_COLUMNS, plan_rows
@@ -330,7 +321,7 @@ def _open_all(opens: Sequence[Open], as_json: bool, week: str | None) -> None:
         outcomes = Counter(answer.outcome for answer in answers)
         plain_console.print(", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.most_common()))
     if week is not None and trouble is None and not as_json:
-        plain_console.print(_said_of_week(week, answers))
+        plain_console.print(_week_summary(week, answers))
     if trouble is not None:
         complain(
             f"{trouble}: {len(answers):,} of {counted(len(opens), 'offers')} answered; repeat the "
@@ -340,7 +331,7 @@ def _open_all(opens: Sequence[Open], as_json: bool, week: str | None) -> None:
     sys.exit(exit_code(answers))
 
 
-def _said_of_week(week: str, answers: Sequence[Answer]) -> str:
+def _week_summary(week: str, answers: Sequence[Answer]) -> str:
     """What one call has done for a week: a second one does nothing, and says so."""
     before = sum(answer.positive and answer.repeated for answer in answers)
     refused = sum(not answer.positive for answer in answers)

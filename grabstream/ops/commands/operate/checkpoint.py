@@ -15,8 +15,8 @@ from grabstream.ops.verification.checks import Say
 from grabstream.ops.verification.evidence import (
     BadCheckpoint,
     WrittenFile,
-    in_words,
     lock_of,
+    lock_text,
     require_new,
     sealed_json,
     second_of,
@@ -98,7 +98,7 @@ def _print(written: WrittenFile, made: NewCheckpoint, is_object: bool) -> None:
     seqs = sum(one.seq for one in made.checkpoint.shards)
     words = f"{written.name}: {counted(seqs, 'events')}, signed by the key {made.checkpoint.key}."
     if written.lock is not None:
-        words += f" Locked until {in_words(written.lock)}."
+        words += f" Locked until {lock_text(written.lock)}."
     elif is_object:
         words += " Not locked: anyone with write access can replace it (--lock-days)."
     say(words)

@@ -8,13 +8,13 @@ from psycopg import OperationalError
 from redis.exceptions import RedisError
 
 from grabstream.connections.opening import key_space, open_redis
+from grabstream.gateway.operator_questions import Examiners
 from grabstream.gateway.problems import retry_soon
-from grabstream.gateway.watching import Examiners
 from grabstream.ops.commands.operate.doctor import as_json_of
 from grabstream.ops.commands.read.why import gather
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.diagnosis.shards import read_shards
-from grabstream.ops.diagnosis.story import tell
+from grabstream.ops.diagnosis.story import describe
 from grabstream.settings import Settings
 from grabstream.streams.clients import in_words
 
@@ -67,7 +67,7 @@ async def _story(settings: Settings, user: str, offer: str) -> Row | None:
                 for before, after in moment.limits
             ]
         }
-        for moment in tell(evidence)
+        for moment in describe(evidence)
     ]  # fmt: skip
     return {
         "user": user,

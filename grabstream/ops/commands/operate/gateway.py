@@ -29,14 +29,13 @@ from grabstream.connections.opening import (
     user_keys,
 )
 from grabstream.connections.preconditions import require_postgres
-from grabstream.connections.watching import watch_servers
+from grabstream.connections.server_watch import watch_servers
 from grabstream.gate.gate import Gate
 from grabstream.gateway.address_rates import AddressRates
 from grabstream.gateway.addresses import ConnectionsByAddress, Network
 from grabstream.gateway.admission import Admission, CallerRates
 from grabstream.gateway.api_keys import KEYS_QUERY, KeyRing
 from grabstream.gateway.app import Application, Bounds
-from grabstream.gateway.asking import QueryHandlers
 from grabstream.gateway.books import open_books
 from grabstream.gateway.cache_server import CacheServer
 from grabstream.gateway.caching import Cache
@@ -44,17 +43,18 @@ from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
 from grabstream.gateway.deciding import CommandHandlers
 from grabstream.gateway.event_streams import EventStreams
 from grabstream.gateway.key_sets import KeySet, reader_of
+from grabstream.gateway.last_decided import LastSeqs
 from grabstream.gateway.openapi import document
+from grabstream.gateway.operator_questions import Watching
 from grabstream.gateway.origins import Origins
 from grabstream.gateway.payment_tokens import PaymentTokens
+from grabstream.gateway.questions import QueryHandlers
 from grabstream.gateway.rates import Rates, RequestCounters, read_rates
-from grabstream.gateway.reaching import LastSeqs
 from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.serving import bind, connections_possible, serve
 from grabstream.gateway.shared_answers import SharedAnswers
 from grabstream.gateway.supervising import Supervisor
 from grabstream.gateway.tokens import TokenVerifier, UserNames
-from grabstream.gateway.watching import Watching
 from grabstream.metrics.answering import Answering, open_answering
 from grabstream.metrics.tracing import tracing
 from grabstream.models.schema_documents import event_documents

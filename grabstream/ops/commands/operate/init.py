@@ -65,14 +65,14 @@ def init(replication: int | None, new_journal: bool, drop_libraries: bool, as_js
     if made.libraries is None:
         console.print("Redis cannot be reached: the first worker loads the function library.")
     for server in made.libraries or ():
-        console.print(f"{_of(server)}: {_in_words(server, drop_libraries)}.")
+        console.print(f"{_of(server)}: {_libraries_text(server, drop_libraries)}.")
 
 
 def _of(server: ServerLibraries) -> str:
     return f"Redis {server.server}" if server.server else "Redis"
 
 
-def _in_words(server: ServerLibraries, dropped: bool) -> str:
+def _libraries_text(server: ServerLibraries, dropped: bool) -> str:
     words = (
         f"scripts run as plain scripts, because {server.plain}"
         if server.plain

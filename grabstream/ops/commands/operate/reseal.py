@@ -16,7 +16,7 @@ from grabstream.crypto.sealing import CannotOpen, Sealer
 from grabstream.ops.console.arguments import require_id_alone
 from grabstream.ops.console.output import console, json_option, print_json, refuse, say, table
 from grabstream.ops.diagnosis.books import read_last_seqs
-from grabstream.ops.diagnosis.seal_keys import in_words
+from grabstream.ops.diagnosis.seal_keys import uses_text
 from grabstream.projections import cursors
 from grabstream.projections.checking.snapshots import newest
 from grabstream.projections.database.migrate import use_schema
@@ -103,7 +103,7 @@ async def _reseal(settings: Settings, retire: str | None, dry_run: bool) -> dict
         "keys": {
             key.key_id: {
                 "state": _state(key, sealer(settings).first),
-                "needed_for": in_words(counts.get(key.key_id, NO_USES)),
+                "needed_for": uses_text(counts.get(key.key_id, NO_USES)),
                 **counts.get(key.key_id, NO_USES)._asdict(),
             }
             for key in known
@@ -170,7 +170,7 @@ def _require_unneeded(
     if would_be_resealed[1]:
         needed = needed._replace(user_keys=0)
     if needed.is_any:
-        raise CannotRetire(f"key {key_id} is still needed for {in_words(needed)}")
+        raise CannotRetire(f"key {key_id} is still needed for {uses_text(needed)}")
 
 
 async def _require_whole_audit(connection: AsyncConnection[Any], settings: Settings, key_id: str) -> None:

@@ -127,7 +127,9 @@ def _run(
     if as_json:
         print_json({**shown, "done": True, "reason": reason, "operator": operator, **outcome})
     else:
-        console.print(f"Set aside. {_in_words(projection, shard, outcome)}", highlight=False, markup=False)
+        console.print(
+            f"Set aside. {_resumed_text(projection, shard, outcome)}", highlight=False, markup=False
+        )
 
 
 @click.command()
@@ -152,7 +154,7 @@ def retry(projection: str, shard: int, wait: float, as_json: bool) -> None:
     if as_json:
         print_json({"projection": projection, "shard": shard, **outcome})
     else:
-        console.print(_in_words(projection, shard, outcome), highlight=False, markup=False)
+        console.print(_resumed_text(projection, shard, outcome), highlight=False, markup=False)
     sys.exit(1 if outcome["stopped"] else 0)
 
 
@@ -223,7 +225,7 @@ async def _set_aside(
 async def _let_go_on(settings: Settings, projection: str, shard: int) -> Cursor:
     async with _open_to_write(settings, projection) as connection:
         before = await _cursor_of(settings, connection, projection, shard)
-        if projection != EVENTS and await _is_beside_its_rows(settings, shard, before):
+        if projection != EVENTS and await _cursor_is_misplaced(settings, shard, before):
             await cursors.read_from_beginning(connection, projection, shard, before)
         else:
             await _stop_of(connection, projection, shard)
@@ -231,7 +233,7 @@ async def _let_go_on(settings: Settings, projection: str, shard: int) -> Cursor:
     return before
 
 
-async def _is_beside_its_rows(settings: Settings, shard: int, cursor: Cursor) -> bool:
+async def _cursor_is_misplaced(settings: Settings, shard: int, cursor: Cursor) -> bool:
     """Whether a cursor was moved to a position without anything to read, although the journal has more events
     than the rows.
     """
@@ -269,7 +271,7 @@ async def _await_progress(
 # -- showing -------------------------------------------------------------------------------------------------
 
 
-def _in_words(projection: str, shard: int, outcome: dict[str, Any]) -> str:
+def _resumed_text(projection: str, shard: int, outcome: dict[str, Any]) -> str:
     if outcome["stopped"]:
         return f"{projection} has stopped again at shard {shard}, seq {outcome['seq']}: {outcome['stopped']}"
     if outcome["moved"]:

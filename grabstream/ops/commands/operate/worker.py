@@ -39,8 +39,8 @@ from grabstream.connections.opening import (
     user_keys,
     worker_settings,
 )  # fmt: skip
-from grabstream.connections.watching import Readiness, watch_servers
-from grabstream.connections.watching import log as worker_log
+from grabstream.connections.server_watch import Readiness, watch_servers
+from grabstream.connections.server_watch import log as worker_log
 from grabstream.connections.worker_reports import keep_reporting
 from grabstream.metrics.state import State
 from grabstream.metrics.tracing import tracing
@@ -128,7 +128,7 @@ def worker(roles: str) -> None:
     with tracing(settings, "worker"):
         signals = uvloop.run(_run(settings, chosen))
     by = signal.Signals(signals[0]).name if signals else "a role ended"
-    worker_log.info("stopped: %s; %s", by, _in_words(settings, chosen))
+    worker_log.info("stopped: %s; %s", by, _roles_text(settings, chosen))
     if signal.SIGINT in signals:
         sys.exit(EXIT_INTERRUPTED)
 
@@ -238,10 +238,10 @@ def _ready_words(settings: Settings, chosen: Sequence[str], relayed: Sequence[in
     shards = counted(settings.shards, "shards")
     if "relay" in chosen:
         shards += f", of which this worker relays {', '.join(map(str, relayed)) or 'none yet'}"
-    return _in_words(settings, chosen, f"; {shards}")
+    return _roles_text(settings, chosen, f"; {shards}")
 
 
-def _in_words(settings: Settings, chosen: Sequence[str], more: str = "") -> str:
+def _roles_text(settings: Settings, chosen: Sequence[str], more: str = "") -> str:
     return f"roles {', '.join(chosen)}{more}; prefix {settings.prefix}, schema {settings.schema_}"
 
 

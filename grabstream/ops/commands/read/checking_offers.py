@@ -16,7 +16,7 @@ from grabstream.ops.commands.offers.through_a_gate import (
     read_text,
     refuse_file,
 )
-from grabstream.ops.console.output import complain, counted, plain_console, print_json, say
+from grabstream.ops.console.output import complain, plain_console, print_json, say
 from grabstream.ops.formats.offer_comparison import OfferDifference, differences_of
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
 from grabstream.settings import Settings, load_settings

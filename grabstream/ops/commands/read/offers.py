@@ -18,15 +18,7 @@ from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.ops.commands.offers.through_a_gate import week_option
 from grabstream.ops.commands.read.checking_offers import check_offers
-from grabstream.ops.console.output import (
-    WholeNumber,
-    counted,
-    json_option,
-    plain_console,
-    print_json,
-    refuse,
-    table,
-)
+from grabstream.ops.console.output import WholeNumber, json_option, plain_console, print_json, refuse, table
 from grabstream.ops.formats.offer_files import Form
 from grabstream.ops.formats.written_values import read_duration
 from grabstream.settings import Settings, load_settings

@@ -14,15 +14,7 @@ from grabstream.connections.opening import checked_books
 from grabstream.models.bounds import counted
 from grabstream.models.currencies import shown_amount
 from grabstream.models.offers import TIME_MS_MAX
-from grabstream.ops.console.output import (
-    WholeNumber,
-    complain,
-    console,
-    counted,
-    json_option,
-    print_json,
-    table,
-)
+from grabstream.ops.console.output import WholeNumber, complain, console, json_option, print_json, table
 from grabstream.ops.formats.moments import show_time
 from grabstream.settings import Settings, load_settings
 
@@ -40,7 +32,7 @@ def show(offer: str, limit: int, as_json: bool) -> None:
     """
     shown = asyncio.run(_read(load_settings(), offer, limit))
     if shown is None:
-        complain_of_unknown_offer(offer)
+        fail_unknown_offer(offer)
         sys.exit(1)
     if as_json:
         print_json(shown)
@@ -48,7 +40,7 @@ def show(offer: str, limit: int, as_json: bool) -> None:
     print_offer(shown, limit, time.time() * 1000)
 
 
-def complain_of_unknown_offer(offer: str) -> None:
+def fail_unknown_offer(offer: str) -> None:
     """Prints on standard error that the read models do not have an offer."""
     complain(f"the read models have no offer {offer!r} (a new offer appears there within moments)")
 

@@ -24,20 +24,8 @@ from grabstream.models.journal import Corrupt, Gap
 from grabstream.models.runs import singles
 from grabstream.models.whatif.numbers import Numbers
 from grabstream.models.whatif.twins import CannotChange, Differs, Twins, type_of
-from grabstream.ops.commands.offers.through_a_gate import (
-    plain_console,
-    read_text,
-    refuse_file,
-)
-from grabstream.ops.console.output import (
-    WholeNumber,
-    counted,
-    json_option,
-    plain_console,
-    print_json,
-    refuse,
-    table,
-)
+from grabstream.ops.commands.offers.through_a_gate import read_text, refuse_file
+from grabstream.ops.console.output import WholeNumber, json_option, plain_console, print_json, refuse, table
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.moments import show_time

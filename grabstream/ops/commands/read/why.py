@@ -19,11 +19,11 @@ from grabstream.models.events import encode_event
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.models.transfers import transfers_of
-from grabstream.ops.commands.read.show import complain_of_unknown_offer
+from grabstream.ops.commands.read.show import fail_unknown_offer
 from grabstream.ops.console.output import complain, console, json_option, print_json
 from grabstream.ops.diagnosis.counters import Counted
 from grabstream.ops.diagnosis.evidence import BooksEvidence, is_about, read_books, read_redis
-from grabstream.ops.diagnosis.story import Moment, tell
+from grabstream.ops.diagnosis.story import Moment, describe
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.named_users import user_named
 from grabstream.projections import cursors
@@ -49,11 +49,11 @@ def why(user: str, offer: str, as_json: bool) -> None:
     settings = load_settings()
     evidence, unbooked, redis = asyncio.run(gather(settings, user_named(settings, user), offer))
     if evidence is None:
-        complain_of_unknown_offer(offer)
+        fail_unknown_offer(offer)
         if asyncio.run(gather(settings, offer, user))[0] is not None:
             complain(f"{user} is an offer: `grabstream why {offer} {user}`")
         sys.exit(1)
-    story = tell(evidence)
+    story = describe(evidence)
     if as_json:
         print_json(as_json_of(evidence, story, unbooked, redis))
         return

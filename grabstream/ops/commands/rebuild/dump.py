@@ -11,7 +11,7 @@ import click
 from grabstream.connections.opening import check_system
 from grabstream.models.bounds import counted
 from grabstream.ops.commands.rebuild.replay import EXIT_BROKEN_PIPE
-from grabstream.ops.console.output import WholeNumber, complain, counted, json_option, print_json
+from grabstream.ops.console.output import WholeNumber, complain, json_option, print_json
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import chosen_shards

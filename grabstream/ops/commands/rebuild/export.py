@@ -16,7 +16,7 @@ from grabstream.extras import INSTALL_ANALYSTS, installed
 from grabstream.models.bounds import counted
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.ops.commands.operate.worker import step_of
-from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json, refuse
+from grabstream.ops.console.output import WholeNumber, json_option, print_json, refuse
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import ArchiveAddress, chosen_shards, source_option
@@ -65,7 +65,7 @@ def export(archive: Path | str, source: str, shards: Sequence[int], dry_run: boo
     if as_json:
         print_json(report)
     else:
-        click.echo(_in_words(report))
+        click.echo(_report_text(report))
 
 
 @click.command()
@@ -232,7 +232,7 @@ def _report(
     }
 
 
-def _in_words(report: dict[str, Any]) -> str:
+def _report_text(report: dict[str, Any]) -> str:
     files, lines, events = (counted(report[name], name) for name in ("files", "lines", "events"))
     if report["dry_run"]:
         last = ", ".join(f"{one['shard']}:{one['seq']}" for one in report["shards"] if one["seq"])

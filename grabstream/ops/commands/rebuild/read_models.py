@@ -99,7 +99,7 @@ def rebuild() -> None:
     """
 
 
-def _whole_way(name: str) -> None:
+def _add_full_rebuild(name: str) -> None:
     words = "every read model, one after the other" if name == ALL else f"the {name}"
 
     @rebuild.command(
@@ -124,7 +124,7 @@ def _whole_way(name: str) -> None:
 
 
 for _name in (*PROJECTIONS, ALL):
-    _whole_way(_name)
+    _add_full_rebuild(_name)
 rebuild.add_command(redis_command)
 
 

@@ -120,7 +120,7 @@ class _ObservedLease(NamedTuple):
     keys: ShardKeys
     name: str
 
-    async def is_of_another(self) -> bool:
+    async def is_held_by_other(self) -> bool:
         """Whether another command of this kind is rebuilding the shard."""
         holder = text_of(await self.redis.get(self.keys.lease))
         return by_hand(holder) and holder != self.name
@@ -136,7 +136,7 @@ async def _seized(settings: Settings, lease: _ObservedLease) -> AsyncIterator[No
     async def hold() -> None:
         # Of two commands that start together only one holds the lease; the other learns that when it is
         # stepped down.
-        while not await lease.is_of_another():
+        while not await lease.is_held_by_other():
             await request_lease(redis, keys, name, settings.lease_ms, seize=True)
             await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)
 
@@ -151,7 +151,7 @@ async def _seized(settings: Settings, lease: _ObservedLease) -> AsyncIterator[No
 
 async def _rebuild(settings: Settings, redis: Any, shard: int) -> ShardResult:
     lease = _ObservedLease(redis, key_space(settings).shard(shard), f"{BY_HAND}{secrets.token_hex(4)}")
-    if await lease.is_of_another():
+    if await lease.is_held_by_other():
         return ShardResult(shard, OTHER_REBUILD, refused=True)
     async with _seized(settings, lease):
         return await _rebuild_owned(settings, lease, shard)
@@ -176,7 +176,7 @@ async def _rebuild_owned(settings: Settings, lease: _ObservedLease, shard: int) 
         try:
             await relay.rebuild(REASON)
         except SteppedDown:
-            if await lease.is_of_another():
+            if await lease.is_held_by_other():
                 return ShardResult(shard, OTHER_REBUILD, refused=True)
             # The worker that relayed the shard has not released it yet.
             await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)

@@ -20,7 +20,7 @@ from grabstream.connections.identity import OtherSystem, find_journal
 from grabstream.connections.opening import check_system, checked_books
 from grabstream.models.bounds import counted
 from grabstream.models.journal import Corrupt, Gap
-from grabstream.ops.console.output import WholeNumber, complain, counted, json_option, print_json, refuse
+from grabstream.ops.console.output import WholeNumber, complain, json_option, print_json, refuse
 from grabstream.ops.console.progress import ReadingBar
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import (

@@ -130,7 +130,7 @@ def in_runs(records: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Gr
             yield part, plain_grabs([record.value for record in part])
 
 
-async def understand(record: Any, pace: Pace, authority: TopicAuthority) -> Understood:
+async def decode_record(record: Any, pace: Pace, authority: TopicAuthority) -> Understood:
     """Decodes a record into commands. Elements that are not commands of its topic keep their bytes, and are
     answered if their id can be read.
     """

@@ -29,8 +29,8 @@ from grabstream.models.commands import ITEMS_MAX, Load, Undecodable, decode_comm
 from grabstream.settings import Settings
 from grabstream.streams import topics as topics_module
 from grabstream.streams.clients import started
-from grabstream.streams.deciding import understanding
-from grabstream.streams.deciding.understanding import Pace, Rejected, TopicAuthority, Understood, understand
+from grabstream.streams.deciding import decoding
+from grabstream.streams.deciding.decoding import Pace, Rejected, TopicAuthority, Understood, decode_record
 from grabstream.streams.topics import COMPRESSION, Topics, create_topics, make_topics, retention_ms
 from tests.conftest import examples, until
 from tests.streams.deciding.topic_records import read_all
@@ -61,7 +61,7 @@ def zeros(count: int) -> bytes:
 
 
 async def understood(value: bytes, key: bytes | None = None) -> Understood:
-    return await understand(Record(value, key), Pace(), AUTHORITY)
+    return await decode_record(Record(value, key), Pace(), AUTHORITY)
 
 
 def rejoined(rejected: Sequence[Rejected], part: bytes | None = None) -> list[bytes]:
@@ -121,7 +121,7 @@ NEAR_PLAIN = (
 
 
 async def _of_each(records: Sequence[Record]) -> list[tuple[Any, ...]]:
-    return [tuple(await understand(record, Pace(), AUTHORITY)) for record in records]
+    return [tuple(await decode_record(record, Pace(), AUTHORITY)) for record in records]
 
 
 @settings(max_examples=examples(400), deadline=None)
@@ -131,8 +131,8 @@ def test_records_that_are_decoded_together_are_what_each_is_alone(values: list[b
     together: list[tuple[Any, ...]] = []
     parts: list[Record] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(understanding, "RUN_RECORDS_MAX", most)
-        for of_run, grabs in understanding.in_runs(records):
+        patch.setattr(decoding, "RUN_RECORDS_MAX", most)
+        for of_run, grabs in decoding.in_runs(records):
             parts += of_run
             if grabs:
                 together += [([grab], [0], [], []) for grab in grabs]
@@ -147,7 +147,7 @@ def test_plain_grabs_of_records_are_decoded_together() -> None:
     values = [_PLAIN.replace(b'"a"', b'"a%d"' % number) for number in range(600)]
     values[500] = b'{"type":"release","id":"a","offer":"o","grab":"g"}'
     values[3] = values[3].replace(b'"o"', b'"p"')
-    runs = list(understanding.in_runs([Record(value) for value in values]))
+    runs = list(decoding.in_runs([Record(value) for value in values]))
     assert [(len(records), len(grabs)) for records, grabs in runs] == [
         (256, 256), (244, 244), (1, 0), (99, 99),
     ]  # fmt: skip
@@ -246,7 +246,7 @@ async def test_decoding_a_bad_record_does_not_block_other_tasks(name: str) -> No
     pace, longest = Pace(), []
     for _ in range(3):
         gaps.clear()
-        await understand(Record(BAD_RECORDS[name]), pace, AUTHORITY)
+        await decode_record(Record(BAD_RECORDS[name]), pace, AUTHORITY)
         await asyncio.sleep(0)
         longest.append(max(gaps))
     ticking.cancel()
@@ -257,7 +257,7 @@ async def test_decoding_a_bad_record_does_not_block_other_tasks(name: str) -> No
 
 async def test_decoding_a_long_array_does_not_block_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     # However fast the machine decodes.
-    monkeypatch.setattr(understanding, "SLICE_SECONDS", 0.000_1)
+    monkeypatch.setattr(decoding, "SLICE_SECONDS", 0.000_1)
     value = encode([grab(f"g{n}") for n in range(ARRAY_COMMANDS_MAX)])
     turns = 0
 

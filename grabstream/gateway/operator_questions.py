@@ -16,14 +16,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from grabstream.gate.calls import now_ms
-from grabstream.gateway.asking import (
-    FOR_ALL,
-    PARAMETERS,
-    Page,
-    no_such_offer,
-    reply_about_one,
-    tagged_reply,
-)
 from grabstream.gateway.books import BooksReader, Row
 from grabstream.gateway.bounds import (
     BOOK_SUMS_MAX,
@@ -41,8 +33,16 @@ from grabstream.gateway.bounds import (
 )
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.changing_webhooks import no_such_webhook
-from grabstream.gateway.filming import FILM, NEWEST, PARTS, fairness_of, frames_of, grabs_of
+from grabstream.gateway.offer_film import FILM, NEWEST, PARTS, fairness_of, frames_of, grabs_of
 from grabstream.gateway.problems import Reply, invalid, retry_soon
+from grabstream.gateway.questions import (
+    FOR_ALL,
+    PARAMETERS,
+    Page,
+    no_such_offer,
+    reply_about_one,
+    tagged_reply,
+)
 from grabstream.gateway.requests import Request, query_of
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from grabstream.connections import watching
+from grabstream.connections import server_watch
 from tests.conftest import until
 
 Ask = Callable[[], Awaitable[None]]
@@ -32,7 +32,7 @@ async def said(caplog: pytest.LogCaptureFixture, openings: list[Ask], asks: int)
         yield ask
 
     with caplog.at_level(logging.INFO):
-        task = asyncio.create_task(watching._watch("Redis (r)", opened))
+        task = asyncio.create_task(server_watch._watch("Redis (r)", opened))
         try:
             await until(lambda: caplog.messages or asked >= asks, 60, "the server was asked")
         finally:
@@ -42,7 +42,7 @@ async def said(caplog: pytest.LogCaptureFixture, openings: list[Ask], asks: int)
 
 
 async def _stand_still() -> None:
-    time.sleep(2 * watching.ANSWER_SECONDS_MAX)
+    time.sleep(2 * server_watch.ANSWER_SECONDS_MAX)
     await asyncio.Event().wait()
 
 
@@ -59,8 +59,8 @@ async def _refuse() -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "ANSWER_SECONDS_MAX", 0.5)
-    monkeypatch.setattr(watching, "ASK_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(server_watch, "ANSWER_SECONDS_MAX", 0.5)
+    monkeypatch.setattr(server_watch, "ASK_EVERY_SECONDS", 0.01)
 
 
 async def test_a_process_that_stood_still_blames_no_server(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import asyncio
 from typing import Any, Final
 
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.server import is_of_server
+from grabstream.lua.server import has_server_epoch
 from grabstream.runtime.trouble import suppressed_trouble
 
 #: How long to wait for Redis; then the question waits for the read model as if Redis had not been asked.
@@ -45,6 +45,6 @@ class LastSeqs:
                 )
                 may_know = partial is None and fault is None and (seq or b"").isdigit()
                 # Asked last: the epoch does not come back, so the server had it when it gave the seq.
-                if may_know and await is_of_server(self._redis, state, epoch):
+                if may_know and await has_server_epoch(self._redis, state, epoch):
                     return int(seq)
         return None

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 
-from grabstream.gateway import asking
+from grabstream.gateway import questions as questions_module
 from grabstream.gateway.books import BooksReader
 from grabstream.gateway.caching import Cache
 from grabstream.models.outcomes import Outcome
@@ -186,7 +186,7 @@ async def test_who_waits_is_told_the_position(
 
     await until(is_fourth, 30, "one fewer before it")
     known = await sql(door, "SELECT user_id, position FROM waiting WHERE offer = %s", offer)
-    monkeypatch.setattr(asking, "WAITING_POSITIONS_MAX", 3)
+    monkeypatch.setattr(questions_module, "WAITING_POSITIONS_MAX", 3)
     asked: list[str] = []
     ask_books = books.rows
 
@@ -195,7 +195,7 @@ async def test_who_waits_is_told_the_position(
         return await ask_books(query, parameters)
 
     monkeypatch.setattr(books, "rows", counted)
-    questions = asking.QueryHandlers(books, Cache(60))
+    questions = questions_module.QueryHandlers(books, Cache(60))
     found = {}
     for user, place in known:
         [row] = await books.rows("SELECT state, place FROM grabs WHERE user_id = %s", [user])
@@ -203,7 +203,7 @@ async def test_who_waits_is_told_the_position(
         found[user] = row.get("position")
         assert found[user] == (place if place <= 3 else None)
     assert len(found) == 4
-    assert asked.count(asking.WAITING_PLACES) == 1
+    assert asked.count(questions_module.WAITING_PLACES) == 1
 
 
 @pytest.mark.long

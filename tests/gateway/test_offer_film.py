@@ -9,7 +9,7 @@ import pytest
 from psycopg.rows import dict_row
 
 from grabstream.gateway.bounds import FAIRNESS_DRAWS_MAX, FILM_FRAMES
-from grabstream.gateway.filming import FILM, fairness_of, frames_of
+from grabstream.gateway.offer_film import FILM, fairness_of, frames_of
 from grabstream.models.splitting import split_ahead
 from grabstream.settings import Settings
 

@@ -31,11 +31,11 @@ from grabstream.gateway.bounds import (
     WAITING_POSITIONS_MAX,
 )
 from grabstream.gateway.caching import Cache, KeptDocument, digest_of, tag_of
+from grabstream.gateway.last_decided import LastSeqs
 from grabstream.gateway.operations import KINDS, OFFER_ORDERS, OFFER_STATES, OPERATIONS, TAKEN_ORDERS
 from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.gateway.positions import WAITING_PLACES, position_in
 from grabstream.gateway.problems import JSON, SECURE_HEADERS, Header, Problem, Reply, invalid, retry_soon
-from grabstream.gateway.reaching import LastSeqs
 from grabstream.gateway.requests import Request, chosen, fields_of, query_of
 from grabstream.gateway.shuffling import Shuffled
 from grabstream.gateway.slots import Slots
