@@ -15,7 +15,7 @@ from typing import Any, Final
 from aiohttp import web
 from playwright.async_api import Browser, Page, expect
 
-from grabstream.connections.opening import checked_books, gate_limits, key_space, open_redis, sealer
+from grabstream.connections.opening import checked_database, gate_limits, key_space, open_redis, sealer
 from grabstream.gate.calls import now_ms
 from grabstream.gate.gate import Gate
 from grabstream.models.commands import AnyCommand, Grab, Open
@@ -92,7 +92,7 @@ async def subscribe(settings: Settings, url: str) -> None:
         FAILING: (["grab.held", "grab.released"], ["july:lamp"]),
         "letters": ([], ["july:team"]),
     }
-    async with checked_books(settings) as connection:
+    async with checked_database(settings) as connection:
         for name, (types, offers) in wanted.items():
             webhook = f"wh-{name}"
             sealed = sealer(settings).seal(0, webhook, SEALED_FOR, new_secret())

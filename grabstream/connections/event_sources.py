@@ -8,7 +8,7 @@ from typing import Any
 import click
 from psycopg import AsyncConnection, OperationalError
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.settings import Settings
 from grabstream.streams.history.archive_source import open_archive_source
 from grabstream.streams.history.sources import Source, open_source
@@ -63,7 +63,7 @@ async def open_history(
 
 @asynccontextmanager
 async def _open_books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
-    async with checked_books(settings) as connection:
+    async with checked_database(settings) as connection:
         tables = await connection.execute(
             "SELECT to_regclass('audit') IS NOT NULL AND to_regclass('projection_cursors') IS NOT NULL"
         )

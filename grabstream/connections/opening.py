@@ -113,7 +113,7 @@ async def require_core(client: Any) -> None:
 
 
 @asynccontextmanager
-async def checked_books(
+async def checked_database(
     settings: Settings, bounded: bool = False, **options: Any
 ) -> AsyncIterator[AsyncConnection[Any]]:
     """A connection whose unqualified names are in the system's schema; raises OtherSystem when the schema
@@ -346,7 +346,7 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
     async def write(rows: Sequence[Refusal]) -> None:
         oldest_at = now_ms() - settings.refusals_days * DAY_MS
         try:
-            async with checked_books(settings) as connection:
+            async with checked_database(settings) as connection:
                 await refusals.record(
                     connection, settings.schema_, rows, settings.refusals_kept_max, oldest_at
                 )
@@ -374,7 +374,7 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
     @asynccontextmanager
     async def connected() -> AsyncIterator[AsyncConnection[Any]]:
         try:
-            async with checked_books(settings, bounded=True) as connection:
+            async with checked_database(settings, bounded=True) as connection:
                 await connection.set_autocommit(False)
                 await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
                 await connection.set_read_only(True)
@@ -404,7 +404,7 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
 
     async def recorded_keys() -> Mapping[str, str]:
         try:
-            async with checked_books(settings, bounded=True) as connection:
+            async with checked_database(settings, bounded=True) as connection:
                 return await record_own(connection, settings)
         except (psycopg.Error, BadSettings) as error:
             raise OSError(f"PostgreSQL: {str(error).strip()}") from None
@@ -425,7 +425,7 @@ async def report_recovery(settings: Settings, recovered: Recovered) -> None:
         recovered.snapshot_seq, recovered.applied, recovered.seconds,
     )  # fmt: skip
     try:
-        async with checked_books(settings, bounded=True) as connection:
+        async with checked_database(settings, bounded=True) as connection:
             await record_recovery(connection, settings.schema_, row, lost)
     except (psycopg.Error, BadSettings) as error:
         raise OSError(f"PostgreSQL: {error}") from None
@@ -448,7 +448,7 @@ async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
         for shard, command, answer in lost
     ]
     try:
-        async with checked_books(settings, bounded=True) as connection:
+        async with checked_database(settings, bounded=True) as connection:
             await record_lost(connection, settings.schema_, rows)
     except (psycopg.Error, BadSettings) as error:
         raise OSError(f"PostgreSQL: {error}") from None

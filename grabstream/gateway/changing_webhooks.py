@@ -9,9 +9,9 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 from psycopg import AsyncConnection
 
-from grabstream.gateway.books import BooksReader
 from grabstream.gateway.problems import JSON, NOT_KEPT, SECURE_HEADERS, Problem, Reply, field_of, invalid
 from grabstream.gateway.requests import Request, check_body_names, query_of
+from grabstream.gateway.view_reader import ViewReader
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id
 from grabstream.projections.tables import webhooks as stored
@@ -48,7 +48,7 @@ _decode_discard = msgspec.json.Decoder(_Discard).decode
 class ChangesOfWebhooks:
     """The handlers of changes of webhooks."""
 
-    def __init__(self, books: BooksReader) -> None:
+    def __init__(self, books: ViewReader) -> None:
         self._books = books
 
     async def webhook_amend(self, request: Request, body: bytes) -> Reply:

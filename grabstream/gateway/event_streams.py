@@ -22,7 +22,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from starlette.types import Receive, Send
 
-from grabstream.gateway.books import BooksReader, Row
 from grabstream.gateway.bounds import (
     AFTER_SECONDS_MAX,
     STREAM_ADMISSION_SECONDS,
@@ -49,6 +48,7 @@ from grabstream.gateway.problems import (
     retry_soon,
 )
 from grabstream.gateway.requests import Gone, Request, query_of
+from grabstream.gateway.view_reader import Row, ViewReader
 from grabstream.models.bounds import quoted
 from grabstream.models.events import encode_event
 from grabstream.models.identifiers import campaign_of, shard_of
@@ -143,7 +143,7 @@ class Watch:
 class EventStreams:
     """The handlers of streams, and the reader of the audit trail that they share."""
 
-    def __init__(self, books: BooksReader, shards: int) -> None:
+    def __init__(self, books: ViewReader, shards: int) -> None:
         self._books = books
         self._shards = shards
         self._position: Position = [0] * shards

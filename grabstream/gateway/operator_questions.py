@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from grabstream.gate.calls import now_ms
-from grabstream.gateway.books import BooksReader, Row
 from grabstream.gateway.bounds import (
     BOOK_SUMS_MAX,
     DEMAND_EVENTS_MAX,
@@ -44,6 +43,7 @@ from grabstream.gateway.questions import (
     tagged_reply,
 )
 from grabstream.gateway.requests import Request, query_of
+from grabstream.gateway.view_reader import Row, ViewReader
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id
 from grabstream.models.offers import TIME_MS_MAX
@@ -144,7 +144,7 @@ _DELIVERIES: Final = f"""
 class Watching:
     """The handlers of the questions of operators."""
 
-    def __init__(self, books: BooksReader, cache: Cache, examiners: Examiners) -> None:
+    def __init__(self, books: ViewReader, cache: Cache, examiners: Examiners) -> None:
         self._books = books
         self._cache = cache
         self._examiners = examiners
@@ -353,7 +353,7 @@ class _Recent:
     `since` on.
     """
 
-    def __init__(self, books: BooksReader) -> None:
+    def __init__(self, books: ViewReader) -> None:
         self._books = books
         self._reading = asyncio.Lock()
         #: The last event of each shard that is counted.

@@ -23,7 +23,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from psycopg import Error
 
-from grabstream.gateway.books import BooksReader
 from grabstream.gateway.bounds import (
     POSITIONS_FAILED_SECONDS_MAX,
     POSITIONS_REST_SECONDS_MAX,
@@ -34,6 +33,7 @@ from grabstream.gateway.bounds import (
     WAITING_POSITIONS_MAX,
 )
 from grabstream.gateway.problems import Problem
+from grabstream.gateway.view_reader import ViewReader
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class _Waiter:
 class WaitingPositions:
     """Sends streams of users their positions: `send` sends a message to a stream."""
 
-    def __init__(self, books: BooksReader, send: Callable[[Any, bytes], None]) -> None:
+    def __init__(self, books: ViewReader, send: Callable[[Any, bytes], None]) -> None:
         self._books = books
         self._send = send
         #: By stream.

@@ -15,7 +15,6 @@ import msgspec
 from starlette.types import Scope
 
 from grabstream.gate.personal import KeysUnavailable, UserKey, is_sealed, open_metadata
-from grabstream.gateway.books import BooksReader, Row
 from grabstream.gateway.bounds import (
     AFTER_SECONDS_MAX,
     AFTER_WAITERS_CALLER_MAX,
@@ -40,6 +39,7 @@ from grabstream.gateway.requests import Request, chosen, fields_of, query_of
 from grabstream.gateway.shuffling import Shuffled
 from grabstream.gateway.slots import Slots
 from grabstream.gateway.tokens import add_bounded
+from grabstream.gateway.view_reader import Row, ViewReader
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id
 from grabstream.models.money import AMOUNT_MAX
@@ -141,7 +141,7 @@ class QueryHandlers:
 
     def __init__(
         self,
-        books: BooksReader,
+        books: ViewReader,
         cache: Cache,
         tokens: PaymentTokens | None = None,
         key_of: KeyOf | None = None,

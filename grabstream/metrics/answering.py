@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from grabstream.connections.opening import open_redis
 from grabstream.connections.redis_servers import masters
-from grabstream.gateway.books import BooksReader
 from grabstream.gateway.problems import Problem
+from grabstream.gateway.view_reader import ViewReader
 from grabstream.runtime.ending import running
 from grabstream.runtime.trouble import is_trouble
 from grabstream.settings import Settings
@@ -44,7 +44,7 @@ class Answering:
 
 
 @asynccontextmanager
-async def open_answering(settings: Settings, books: BooksReader) -> AsyncIterator[Answering]:
+async def open_answering(settings: Settings, books: ViewReader) -> AsyncIterator[Answering]:
     """Asks Redis on a separate connection, and PostgreSQL in a session for questions."""
     client = open_redis(settings)
 

@@ -10,7 +10,7 @@ from psycopg import AsyncConnection
 from psycopg.errors import UndefinedTable
 
 from grabstream.connections.key_files import KeyFiles
-from grabstream.connections.opening import checked_books, key_space
+from grabstream.connections.opening import checked_database, key_space
 from grabstream.connections.redis_servers import ask_each
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.records import first_event_at
@@ -159,7 +159,7 @@ class WorkerMetrics:
 
     async def _books(self, samples: Samples) -> None:
         """The positions of the read models, and their faults."""
-        async with checked_books(self._settings) as connection:
+        async with checked_database(self._settings) as connection:
             try:
                 rows = await connection.execute("SELECT projection, shard, seq FROM cursors")
                 positions = await rows.fetchall()

@@ -14,10 +14,10 @@ from psycopg.conninfo import make_conninfo
 from psycopg.errors import QueryCanceled
 from psycopg.rows import dict_row
 
-from grabstream.connections.opening import check_system, checked_books, sealer
+from grabstream.connections.opening import check_system, checked_database, sealer
 from grabstream.connections.preconditions import ConditionNotMet
 from grabstream.connections.user_keys import KeysOfUsers
-from grabstream.gateway.books import BooksReader, open_books
+from grabstream.gateway.view_reader import ViewReader, open_view_reader
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.ops.console.endings import ending_of
 from grabstream.ops.diagnosis.examination import CONDITIONS_CHECK, Examination, examine
@@ -113,7 +113,7 @@ async def test_a_condition_that_is_not_met_is_refused_by_all(settings: Settings,
         with pytest.raises(ConditionNotMet) as by_process:
             await check_system(wrong, journal=False)
         with pytest.raises(ConditionNotMet) as by_verb:
-            async with checked_books(wrong):
+            async with checked_database(wrong):
                 pass
         finding = told(await examine(wrong))
     for words in entry.words:
@@ -263,10 +263,10 @@ async def test_a_statement_that_was_cut_is_told_in_its_own_words(settings: Setti
 
 
 @asynccontextmanager
-async def books_of(settings: Settings, sessions_max: int) -> AsyncIterator[BooksReader]:
+async def books_of(settings: Settings, sessions_max: int) -> AsyncIterator[ViewReader]:
     async def check(connection: AsyncConnection[Any]) -> None: ...
 
-    async with open_books(settings.postgres, settings.schema_, sessions_max, check) as books:
+    async with open_view_reader(settings.postgres, settings.schema_, sessions_max, check) as books:
         yield books
 
 

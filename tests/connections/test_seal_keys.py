@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from grabstream.connections.opening import checked_books, open_gate
+from grabstream.connections.opening import checked_database, open_gate
 from grabstream.connections.seal_keys import WrongSealKeys
 from grabstream.crypto.sealing import Sealer, new_seal_key
 from grabstream.models.commands import Open
@@ -98,7 +98,7 @@ async def test_init_records_a_new_key_only_with_all_others(system: Settings) -> 
     assert "is missing" in str(await refusal_of(system))
     async with open_gate(with_keys(system, new, right)):
         pass
-    async with checked_books(system) as connection:
+    async with checked_database(system) as connection:
         await seal_keys.retire(connection, right.partition(":")[0])
     async with open_gate(with_keys(system, new)):
         pass
@@ -107,7 +107,7 @@ async def test_init_records_a_new_key_only_with_all_others(system: Settings) -> 
 
 @pytest.mark.long
 async def test_a_system_without_recorded_keys_records_them_with_init(system: Settings) -> None:
-    async with checked_books(system) as connection:
+    async with checked_database(system) as connection:
         await connection.execute("DELETE FROM seal_keys")
     async with open_gate(with_keys(system, new_seal_key())):
         pass
@@ -164,7 +164,7 @@ async def test_processes_that_only_seal(system: Settings, worker: Callable[..., 
     assert added.returncode == 0, added.stderr
 
     async def is_counted() -> bool:
-        async with checked_books(system) as connection:
+        async with checked_database(system) as connection:
             return await seal_keys.uses(connection) == {key_id: seal_keys.Uses(1, 0, 1)}
 
     await until(is_counted, 60, "what the sealing part has sealed is counted under its key")

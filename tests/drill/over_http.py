@@ -14,7 +14,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.callers import SCOPES
 from grabstream.models.answers import Answer, decode_answer, refusal
@@ -52,7 +52,7 @@ class HttpGate:
 
     async def start(self) -> None:
         """Starts the cache Redis and the gateway, and makes an API key."""
-        async with checked_books(self._settings) as connection:
+        async with checked_database(self._settings) as connection:
             await api_keys.create(connection, "drill", sorted(SCOPES), digest_of(self._secret.encode()), None)
         await asyncio.to_thread(self.cache.start)
         # Each request has its own connection, so a killed server ends no more than what it was doing.

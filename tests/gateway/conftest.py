@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 from playwright.async_api import Browser
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.gateway.api_keys import digest_of, new_secret
-from grabstream.gateway.books import BooksReader, open_books
 from grabstream.gateway.callers import SCOPES
+from grabstream.gateway.view_reader import ViewReader, open_view_reader
 from grabstream.models.identifiers import shard_of
 from grabstream.projections.tables import api_keys
 from grabstream.settings import Settings
@@ -107,7 +107,7 @@ def guarded(door: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gu
     scopes = {name: sorted(SCOPES) if name == "all" else [name] for name in found}
 
     async def create() -> None:
-        async with checked_books(door.settings) as connection:
+        async with checked_database(door.settings) as connection:
             for name, secret in found.items():
                 await api_keys.create(connection, name, scopes[name], digest_of(secret.encode()), None)
 
@@ -130,13 +130,13 @@ async def caller(door: Door) -> AsyncIterator[Caller]:
 
 
 @pytest.fixture
-async def books(door: Door) -> AsyncIterator[BooksReader]:
+async def books(door: Door) -> AsyncIterator[ViewReader]:
     """The books, asked in this process."""
 
     async def check(connection: Any) -> None:
         pass
 
-    async with open_books(door.settings.postgres, door.settings.schema_, 2, check) as books:
+    async with open_view_reader(door.settings.postgres, door.settings.schema_, 2, check) as books:
         yield books
 
 

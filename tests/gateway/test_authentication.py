@@ -16,7 +16,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from grabstream import AsyncClient
-from grabstream.connections.opening import checked_books, key_space, open_redis
+from grabstream.connections.opening import checked_database, key_space, open_redis
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.bounds import QUESTIONS_USER_MAX, REVOCATION_SECONDS_MAX
 from grabstream.gateway.operations import OPERATIONS, Operation
@@ -289,7 +289,7 @@ async def test_revoked_rotated_and_expired_keys(anyone: Caller, guarded: Guarded
     async def all_are(*expected: tuple[str, int]) -> bool:
         return [await status_of(name) for name, _ in expected] == [status for _, status in expected]
 
-    async with checked_books(guarded.settings) as connection:
+    async with checked_database(guarded.settings) as connection:
         for word, name in names.items():
             await api_keys.create(connection, name, ["read"], hashed(word), None)
         await until(lambda: all_are(*((name, 200) for name in names)), 20, "new keys")
@@ -353,7 +353,7 @@ async def test_user_whose_name_is_no_id_acts_under_the_id_that_it_gives(
 async def test_stream_ends_with_its_key_or_token_and_no_other_does(anyone: Caller, guarded: Guarded) -> None:
     name, secret = f"streaming-{secrets.token_hex(4)}", new_secret()
     loop = asyncio.get_running_loop()
-    async with checked_books(guarded.settings) as connection, contextlib.AsyncExitStack() as closing:
+    async with checked_database(guarded.settings) as connection, contextlib.AsyncExitStack() as closing:
         await api_keys.create(connection, name, ["read"], digest_of(secret.encode()), None)
         keyed = anyone.having(secret, **anyone._always)
 
@@ -729,7 +729,7 @@ async def test_without_postgresql_known_keys_are_valid_and_a_revocation_holds_so
     secret, name = new_secret(), f"shop-{secrets.token_hex(4)}"
     parts = conninfo_to_dict(door.settings.postgres)
     forwarder = Forwarder(int(parts["port"] or 0))
-    async with checked_books(door.settings) as connection:
+    async with checked_database(door.settings) as connection:
         await api_keys.create(connection, name, ["grab", "operate"], digest_of(secret.encode()), None)
         async with await forwarder.start():
             there = make_conninfo(door.settings.postgres, host="127.0.0.1", port=str(forwarder.port))

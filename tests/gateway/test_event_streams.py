@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from grabstream.gateway import event_streams
-from grabstream.gateway.books import BooksReader
 from grabstream.gateway.event_streams import EventStreams, Streamed, Watch
 from grabstream.gateway.problems import Problem
 from grabstream.gateway.requests import Gone, Request
+from grabstream.gateway.view_reader import ViewReader
 from grabstream.models.identifiers import shard_of
 from tests.conftest import until
 from tests.gateway.conftest import Door
@@ -242,7 +242,7 @@ async def opened(
 
 
 async def test_one_reader_asks_for_all_streams_and_nothing_when_there_are_none(
-    caller: Caller, door: Door, books: BooksReader, offer: str, monkeypatch: pytest.MonkeyPatch
+    caller: Caller, door: Door, books: ViewReader, offer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
     ask = books.rows
@@ -280,7 +280,7 @@ async def test_one_reader_asks_for_all_streams_and_nothing_when_there_are_none(
 
 
 async def test_client_that_takes_nothing_is_ended(
-    door: Door, books: BooksReader, offer: str, monkeypatch: pytest.MonkeyPatch
+    door: Door, books: ViewReader, offer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_streams, "WRITE_SECONDS_MAX", 0.2)
     streams = EventStreams(books, door.settings.shards)
@@ -297,7 +297,7 @@ async def test_client_that_takes_nothing_is_ended(
 
 @pytest.mark.long
 async def test_stream_whose_client_is_slower_than_its_events_is_cut_and_resumes(
-    caller: Caller, door: Door, books: BooksReader, offer: str, monkeypatch: pytest.MonkeyPatch
+    caller: Caller, door: Door, books: ViewReader, offer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_streams, "STREAM_BYTES_MAX", 5_000)
     streams = EventStreams(books, door.settings.shards)
@@ -327,7 +327,7 @@ async def test_stream_whose_client_is_slower_than_its_events_is_cut_and_resumes(
 
 
 async def test_streams_are_bounded(
-    door: Door, books: BooksReader, offer: str, monkeypatch: pytest.MonkeyPatch
+    door: Door, books: ViewReader, offer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_streams, "STREAMS_MAX", 3)
     streams = EventStreams(books, door.settings.shards)
@@ -343,7 +343,7 @@ async def test_streams_are_bounded(
 
 
 async def test_streams_of_one_end_user_are_bounded(
-    door: Door, books: BooksReader, monkeypatch: pytest.MonkeyPatch
+    door: Door, books: ViewReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_streams, "STREAMS_USER_MAX", 2)
     streams = EventStreams(books, door.settings.shards)
@@ -366,7 +366,7 @@ async def test_streams_of_one_end_user_are_bounded(
 
 
 async def test_stream_that_waits_for_its_beginning_ends_with_its_client(
-    door: Door, books: BooksReader, offer: str, monkeypatch: pytest.MonkeyPatch
+    door: Door, books: ViewReader, offer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_streams, "STREAMS_JOINING_MAX", 1)
     streams = EventStreams(books, door.settings.shards)
@@ -444,7 +444,7 @@ async def test_heartbeat_of_a_stream_that_was_just_cut_names_no_position(
 
 
 async def test_stream_that_has_missed_too_much_is_reset(
-    caller: Caller, door: Door, books: BooksReader, offer: str, monkeypatch: pytest.MonkeyPatch
+    caller: Caller, door: Door, books: ViewReader, offer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_streams, "STREAM_MISSED_SEQS_MAX", 5)
     await caller.open(offer, total=10)

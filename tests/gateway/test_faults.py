@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.models.outcomes import Outcome
 from grabstream.ops.initialization import make_system
@@ -78,7 +78,7 @@ async def test_what_is_answered_is_in_the_books_when_a_server_is_killed(
     """Callers have an API key, which the gateway knows while PostgreSQL is away."""
     running = worker(private, "decide,relay,sweep,project")
     secret = new_secret()
-    async with checked_books(private) as connection:
+    async with checked_database(private) as connection:
         await api_keys.create(
             connection, server, ["grab", "operate", "read"], digest_of(secret.encode()), None
         )

@@ -11,8 +11,8 @@ from urllib.parse import quote
 import pytest
 
 from grabstream.gateway import questions as questions_module
-from grabstream.gateway.books import BooksReader
 from grabstream.gateway.caching import Cache
+from grabstream.gateway.view_reader import ViewReader
 from grabstream.models.outcomes import Outcome
 from tests.conftest import until
 from tests.gateway.conftest import Door
@@ -164,7 +164,7 @@ async def test_waiting_list_is_in_order(caller: Caller, offer: str) -> None:
 
 @pytest.mark.long
 async def test_who_waits_is_told_the_position(
-    caller: Caller, door: Door, books: BooksReader, offer: str, monkeypatch: pytest.MonkeyPatch
+    caller: Caller, door: Door, books: ViewReader, offer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of grabs before it that still wait; the list is read once for all."""
     await caller.open(offer, **{**SALE, "total": 1, "waiting_list": True})

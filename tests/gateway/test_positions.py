@@ -16,12 +16,12 @@ import pytest
 from psycopg import AsyncConnection
 from psycopg.sql import SQL, Identifier
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.gateway import positions
-from grabstream.gateway.books import BooksReader, open_books
 from grabstream.gateway.bounds import POSITIONS_SECONDS
 from grabstream.gateway.positions import REACHED, WAITING_PLACES, WAITS, WaitingPositions
 from grabstream.gateway.problems import retry_soon
+from grabstream.gateway.view_reader import ViewReader, open_view_reader
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.gateway.test_commands import SALE
@@ -149,7 +149,7 @@ class Lists:
 class Told(WaitingPositions):
     """Positions with a stream for each of some users, which gets them in `got`."""
 
-    def __init__(self, books: Lists | BooksReader, clock: Clock, *users: str) -> None:
+    def __init__(self, books: Lists | ViewReader, clock: Clock, *users: str) -> None:
         self.got: list[tuple[str, int]] = []
         self._clock = clock
         super().__init__(books, self._take)  # type: ignore[arg-type]
@@ -510,7 +510,7 @@ async def test_what_postgresql_refuses_is_asked_for_less_and_less_often(
 
     async def no_check(session: AsyncConnection[Any]) -> None: ...
 
-    async with checked_books(door.settings) as owner:
+    async with checked_database(door.settings) as owner:
 
         async def execute(text: str) -> None:
             await owner.execute(
@@ -527,7 +527,7 @@ async def test_what_postgresql_refuses_is_asked_for_less_and_less_often(
         try:
             await execute("CREATE VIEW {at}.cursors AS SELECT * FROM {of}.cursors")
             await set_place("place / 0")
-            async with open_books(door.settings.postgres, schema, 1, no_check) as books:
+            async with open_view_reader(door.settings.postgres, schema, 1, no_check) as books:
                 asked: Counter[str] = Counter()
                 ask = books.rows
 

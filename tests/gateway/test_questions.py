@@ -14,13 +14,13 @@ import pytest
 from psycopg import AsyncConnection
 
 from grabstream.connections.opening import key_space, open_redis
-from grabstream.gateway.books import open_books
 from grabstream.gateway.bounds import AFTER_SECONDS_MAX, CACHE_SECONDS
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.last_decided import LastSeqs
 from grabstream.gateway.problems import Problem
 from grabstream.gateway.questions import QueryHandlers
 from grabstream.gateway.requests import Request
+from grabstream.gateway.view_reader import open_view_reader
 from grabstream.lua.server import server_epoch_of
 from grabstream.models.outcomes import Outcome
 from grabstream.models.vocabulary.documents import DOCUMENTS
@@ -142,7 +142,7 @@ async def counted(door: Door) -> AsyncIterator[tuple[QueryHandlers, list[str]]]:
         pass
 
     settings, queries = door.settings, []
-    async with open_books(settings.postgres, settings.schema_, 2, check) as books:
+    async with open_view_reader(settings.postgres, settings.schema_, 2, check) as books:
         read = books.rows
 
         async def rows(query: str, parameters: Any = ()) -> Any:
@@ -584,7 +584,7 @@ async def test_a_missing_right_is_named_in_the_log_only(
     async def may_not_read(connection: AsyncConnection[Any]) -> None:
         await connection.execute(f"REVOKE SELECT ON {system.schema_}.offers FROM CURRENT_USER".encode())
 
-    async with open_books(system.postgres, system.schema_, 1, may_not_read) as books:
+    async with open_view_reader(system.postgres, system.schema_, 1, may_not_read) as books:
         with pytest.raises(Problem, match="lacks a right") as raised:
             await books.rows("SELECT offer FROM offers")
         assert (raised.value.name, "offers" in raised.value.detail) == ("unavailable", False)

@@ -14,7 +14,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from grabstream.connections.cache_redis import open_cache
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.gateway import shared_answers
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.bounds import CACHE_STALE_SECONDS_MAX, SHARED_ANSWER_BYTES_MAX
@@ -384,7 +384,7 @@ async def test_what_is_answered_is_in_the_books_when_the_cache_is_killed(
     comes back, every command is decided, and questions are answered as far as PostgreSQL has time.
     """
     secret = new_secret()
-    async with checked_books(door.settings) as connection:
+    async with checked_database(door.settings) as connection:
         scopes = ["grab", "operate", "read"]
         await api_keys.create(connection, offer, scopes, digest_of(secret.encode()), None)
     given = {

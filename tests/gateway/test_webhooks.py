@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, expect
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.models.vocabulary.documents import DOCUMENTS
 from grabstream.projections.tables import webhooks as stored
 from grabstream.settings import Settings
@@ -23,7 +23,7 @@ PROBLEM = "the receiver answered 500"
 
 async def undeliver(settings: Settings, webhook: str, offer: str, state: str, seqs: range) -> None:
     """Adds events that a webhook was not delivered. The system has no worker that would deliver them."""
-    async with checked_books(settings) as connection, connection.cursor() as cursor:
+    async with checked_database(settings) as connection, connection.cursor() as cursor:
         await cursor.executemany(
             "INSERT INTO webhook_deliveries (webhook, shard, seq, offer, type, at, body, state, attempts, "
             "status, problem) VALUES (%s, 1, %s, %s, 'grab.granted', 1800000000000, '{}', %s, 18, 500, %s)",
@@ -35,12 +35,12 @@ async def undeliver(settings: Settings, webhook: str, offer: str, state: str, se
 async def webhook(door: Door, offer: str) -> AsyncIterator[str]:
     """A webhook with three parked events of one offer, and two of another that wait."""
     name = f"wh-{offer}"
-    async with checked_books(door.settings) as connection:
+    async with checked_database(door.settings) as connection:
         await stored.add(connection, name, "https://example.com/<hook>", ["grab.granted"], [], SEALED, 1)
     await undeliver(door.settings, name, f"{offer}:a", "parked", range(1, 4))
     await undeliver(door.settings, name, f"{offer}:b", "waiting", range(11, 13))
     yield name
-    async with checked_books(door.settings) as connection:
+    async with checked_database(door.settings) as connection:
         await stored.remove(connection, name)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
-from grabstream.connections.opening import checked_books, open_gate, open_redis
+from grabstream.connections.opening import checked_database, open_gate, open_redis
 from grabstream.models.commands import Grab, Open
 from grabstream.models.events import AnyEvent
 from grabstream.models.offers import EnvelopeTerms
@@ -53,7 +53,7 @@ async def test_lost_postgresql_is_restored(
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
     await assert_verified(system)
     if how == "restore":
-        async with checked_books(system) as connection:
+        async with checked_database(system) as connection:
             await api_keys.create(connection, "shop", ["grab"], bytes(32), None)
         await asyncio.to_thread(run_recipe, "backup", system, tmp_path)
     await grab(system, *(f"b{number}" for number in range(50)))

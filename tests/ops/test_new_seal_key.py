@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from grabstream.connections.opening import checked_books, open_gate, sealer
+from grabstream.connections.opening import checked_database, open_gate, sealer
 from grabstream.crypto.sealing import new_seal_key
 from grabstream.gate.calls import now_ms
 from grabstream.models.commands import Amend, Close, Grab, Load, Open
@@ -125,7 +125,7 @@ async def test_runbook_of_a_new_seal_key(system: Settings, worker: Callable[...,
     dry = resealed(new, "--dry-run")
     assert (dry["webhooks_resealed"], dry["keys"][old_id]["webhooks"]) == ([webhook], 1)
     shell.run("seal again")
-    async with checked_books(new) as connection:
+    async with checked_database(new) as connection:
         [kept] = await webhooks.find_all(connection)
     assert kept.sealed_secret.startswith(f"{new_id}:")
     secrets = [sealer(new).open(0, webhook, SEALED_FOR, one) for one in secrets_now(kept, datetime.now(UTC))]
@@ -211,7 +211,7 @@ async def test_key_is_not_retired_for_what_the_audit_trail_lacked_a_moment_ago(
 
 async def _until_needed(settings: Settings, expected: dict[str, Uses]) -> None:
     async def is_so() -> bool:
-        async with checked_books(settings) as connection:
+        async with checked_database(settings) as connection:
             return await seal_keys.uses(connection) == expected
 
     await until(is_so, 60, f"what the keys are needed for is {expected}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.connections.opening import checked_books, open_gate
+from grabstream.connections.opening import checked_database, open_gate
 from grabstream.gate.calls import now_ms
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms
@@ -44,7 +44,7 @@ async def test_old_rows_are_cut(system: Settings, worker: Callable[..., Any]) ->
 
     await until(are_booked, 60, "the read models have the grabs")
     second = now_ms() // 1000
-    async with checked_books(system) as connection:
+    async with checked_database(system) as connection:
         for days in (10, 100):
             await connection.execute(
                 "INSERT INTO demand_1 (shard, second, code, offer, refusals) VALUES (0, %s, 32, 'x', 5)",
@@ -71,7 +71,7 @@ async def test_old_rows_are_cut(system: Settings, worker: Callable[..., Any]) ->
         (PROJECT / "docs" / "privacy.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )
-    async with checked_books(system) as connection:
+    async with checked_database(system) as connection:
         await connection.execute(text.encode())
     # Recoveries of this test's own start are new, too.
     assert await counted(system) == [one - 1 for one in before]

@@ -34,7 +34,7 @@ from redis.exceptions import NoPermissionError, RedisError
 from grabstream.client.over_http import Client
 from grabstream.client.over_kafka import KafkaClient
 from grabstream.connections.logins import refusal
-from grabstream.connections.opening import checked_books, open_redis
+from grabstream.connections.opening import checked_database, open_redis
 from grabstream.connections.redis_cluster import slot_of
 from grabstream.crypto.sealing import new_seal_key
 from grabstream.models.vocabulary import Grab
@@ -215,7 +215,7 @@ async def test_a_refusal_names_the_setting_and_the_fix(
         elif name.startswith("kafka"):
             await find_topic(settings.brokers, "none")
         else:
-            async with checked_books(settings):
+            async with checked_database(settings):
                 pass
     except (RedisError, KafkaError, OperationalError) as error:
         reached = error
@@ -643,7 +643,7 @@ async def test_each_role_may_do_its_work_and_nothing_else(
     administrator = open_redis(settings)
     for role in ("worker", "gate", "reader"):
         await administrator.execute_command("ACL", "SETUSER", f"narrow_{role}", ">secret")
-    async with checked_books(settings) as books:
+    async with checked_database(settings) as books:
         for role in ("writer", "reader"):
             await books.execute(f"ALTER ROLE narrow_{role} PASSWORD 'secret'")
     await _add_kafka_users(settings)

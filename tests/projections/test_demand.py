@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.ops.commands.operate.worker import _record_demand
 from grabstream.projections.tables import demand
 from grabstream.settings import Settings
@@ -47,7 +47,7 @@ async def test_old_counts_are_deleted_with_the_setting_only(
 
 async def test_deleting_reads_old_counts_only(system: Settings) -> None:
     """However many newer ones there are: the plan begins in the index, and goes to rows by their place."""
-    async with checked_books(system) as books:
+    async with checked_database(system) as books:
         await books.execute(
             b"INSERT INTO demand_1 SELECT 0, %d + n, 32, 'o', 1 FROM generate_series(1, 20000) AS n" % NOW
         )

@@ -14,12 +14,12 @@ from psycopg.rows import dict_row
 from psycopg.sql import Literal
 
 from grabstream.gateway import offer_film
-from grabstream.gateway.books import PLANNING, Row
 from grabstream.gateway.bounds import SHUFFLED_OFFERS_MAX
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.positions import WAITING_PLACES
 from grabstream.gateway.questions import QueryHandlers
 from grabstream.gateway.requests import Request
+from grabstream.gateway.view_reader import PLANNING, Row
 from grabstream.ops.commands.read.show import read_offer
 from grabstream.projections.versions import create_flat
 from grabstream.settings import Settings

@@ -42,14 +42,15 @@ class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def make_proof(
-    settings: Settings, books: AsyncConnection[Any], checkpoint: Checkpoint, offer: str, user: str, grab: str
+    settings: Settings, connection: AsyncConnection[Any], checkpoint: Checkpoint, offer: str, user: str,
+    grab: str,
 ) -> Proof:  # fmt: skip
     """The proof that a user's grab is in the history of a checkpoint. Reads the events of its shard up to the
     checkpoint, in bounded memory. Raises NotProved, and BadCheckpoint when the history is another one.
     """
     shard = shard_of(campaign_of(offer), settings.shards)
     head = checkpoint.shards[shard]
-    seq = await _seq_of(books, shard, offer, user, grab)
+    seq = await _seq_of(connection, shard, offer, user, grab)
     if seq is None:
         raise NotProved(f"{offer}: {user} has no grab {grab}")
     if seq > head.seq:
@@ -57,7 +58,7 @@ async def make_proof(
             f"the grab is event {seq} of shard {shard}, the checkpoint is at {head.seq}: use a newer one"
         )
     made, event = MerklePath(seq - 1, head.seq), b""
-    async with aclosing(texts_of(books, shard, head.seq, bytes.fromhex(head.head))) as texts:
+    async with aclosing(texts_of(connection, shard, head.seq, bytes.fromhex(head.head))) as texts:
         async for text in texts:
             made.add(leaf_hash(text))
             event = text if made.root.size == seq else event
@@ -67,9 +68,11 @@ async def make_proof(
     return Proof("grabstream.proof", 1, event.decode(), shard, seq, path, checkpoint)
 
 
-async def _seq_of(books: AsyncConnection[Any], shard: int, offer: str, user: str, grab: str) -> int | None:
+async def _seq_of(
+    connection: AsyncConnection[Any], shard: int, offer: str, user: str, grab: str
+) -> int | None:
     """The seq of the event that granted or held a grab."""
-    rows = await books.execute(
+    rows = await connection.execute(
         "SELECT seq, body FROM events WHERE shard = %s AND offer = %s "
         "AND type IN ('grab.granted', 'grab.held') AND position(%s IN body) > 0 ORDER BY seq",
         (shard, offer, f'"grab":"{grab}","user":"{user}"'),

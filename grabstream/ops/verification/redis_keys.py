@@ -15,8 +15,8 @@ from redis.exceptions import RedisError
 from grabstream.connections.opening import key_space, sealer, snapshots
 from grabstream.connections.redis_servers import information
 from grabstream.crypto.sealing import CannotOpen
-from grabstream.ops.verification.books import BooksComparison
 from grabstream.ops.verification.checks import POLL_SECONDS, VerificationCheck, VerificationProgress
+from grabstream.ops.verification.read_model_comparison import ReadModelComparison
 from grabstream.settings import BadSettings, Settings
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.relaying.ownership import NewerProgram, SteppedDown
@@ -76,7 +76,7 @@ class _ComparisonProgress:
 
 
 async def redis_check(
-    settings: Settings, redis: Any, reader: JournalReader, books: BooksComparison, wait_seconds: float,
+    settings: Settings, redis: Any, reader: JournalReader, books: ReadModelComparison, wait_seconds: float,
     report: VerificationProgress, share: float
 ) -> VerificationCheck:  # fmt: skip
     """Checks that every key of every shard is what a recovery would make from the journal. Waits up to

@@ -21,7 +21,6 @@ from typing import Any, Final, NamedTuple
 from psycopg import AsyncConnection, IsolationLevel
 
 from grabstream.connections.opening import key_space, open_redis
-from grabstream.ops.verification.books import BooksComparison
 from grabstream.ops.verification.checkpoints import Against, Given
 from grabstream.ops.verification.checks import (
     POLL_SECONDS,
@@ -31,6 +30,7 @@ from grabstream.ops.verification.checks import (
     VerificationProgress,
     no_progress,
 )
+from grabstream.ops.verification.read_model_comparison import ReadModelComparison
 from grabstream.ops.verification.redis_keys import redis_check
 from grabstream.projections.cursors import load_all, stopped
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
@@ -78,7 +78,7 @@ async def verify(
             await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
             async with connection.transaction():
                 against = None if checkpoint is None else Against(checkpoint)
-                books = BooksComparison(connection, reader, settings, shards, report, against, opened)
+                books = ReadModelComparison(connection, reader, settings, shards, report, against, opened)
                 book_checks = await books.checks()
             checks = [_caught_up_check(lags, books), *book_checks]
             if quick:
@@ -152,7 +152,7 @@ async def _wait_for_read_models(
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _caught_up_check(lags: Lags, books: BooksComparison) -> VerificationCheck:
+def _caught_up_check(lags: Lags, books: ReadModelComparison) -> VerificationCheck:
     """Read models that lag, and shards that are not journaled. Lags that follow from a problem of another
     check are left out.
     """

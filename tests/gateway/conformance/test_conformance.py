@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.callers import SCOPES
 from grabstream.gateway.openapi import document
@@ -52,7 +52,7 @@ def tested(door: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 async def prepare(door: Door, tested: tuple[GatewayProcess, str]) -> None:
     """Creates the key and the offers."""
     gateway, secret = tested
-    async with checked_books(door.settings) as connection:
+    async with checked_database(door.settings) as connection:
         name = f"conformance-{secrets.token_hex(4)}"
         await api_keys.create(connection, name, sorted(SCOPES), digest_of(secret.encode()), None)
     async with calling(gateway.port) as anyone:

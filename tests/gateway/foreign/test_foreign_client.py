@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.gateway.operations import OPERATIONS
 from grabstream.projections.tables import webhooks
 from grabstream.workshop.services.servers import PROJECT
@@ -158,7 +158,7 @@ WITH_JSON = {
 async def add_webhook(door: Door, offer: str) -> str:
     """A webhook that is not delivered: the system has no worker with that role."""
     name = f"wh-{offer}"
-    async with checked_books(door.settings) as connection:
+    async with checked_database(door.settings) as connection:
         await webhooks.add(connection, name, "https://example.com/", ["grab.granted"], [offer], "sealed", 0)
     return name
 

@@ -111,10 +111,10 @@ def test_wrong_words_are_named(settings: Settings, words: tuple[str, ...], reaso
 
 
 async def test_keys_are_bounded(system: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    from grabstream.connections.opening import checked_books
+    from grabstream.connections.opening import checked_database
 
     monkeypatch.setattr(api_keys, "API_KEYS_MAX", 2)
-    async with checked_books(system) as connection:
+    async with checked_database(system) as connection:
         for number in range(2):
             await api_keys.create(connection, f"k{number}", ["read"], bytes([number] * 32), None)
         with pytest.raises(api_keys.ApiKeyRefused, match="the maximum of a system"):

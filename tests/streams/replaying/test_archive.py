@@ -30,7 +30,7 @@ from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import decode_line
 from grabstream.ops.commands.rebuild.export import _size
 from grabstream.ops.diagnosis.examination import JOURNAL_CHECK, examine
-from grabstream.ops.verification import books
+from grabstream.ops.verification import read_model_comparison
 from grabstream.ops.verification.verifying import verify
 from grabstream.settings import child_environment
 from grabstream.streams.journal import JournalReader, open_reader
@@ -388,7 +388,9 @@ async def test_a_journal_that_has_lost_its_end_is_named_beside_an_archive_too(
 
     monkeypatch.setattr(JournalReader, "end", half)
     decoded: list[bytes] = []
-    monkeypatch.setattr(books, "decode_line", lambda line: decoded.append(line) or decode_line(line))
+    monkeypatch.setattr(
+        read_model_comparison, "decode_line", lambda line: decoded.append(line) or decode_line(line)
+    )
     for archive in (None, system.store(folder)):
         decoded.clear()
         checks = {check.name: check for check in await verify(system, 0, quick=True, archive=archive)}

@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.text import Text
 
 from grabstream.connections.identity import IdentityNotRecorded
-from grabstream.connections.opening import checked_books, open_gate
+from grabstream.connections.opening import checked_database, open_gate
 from grabstream.gate.calls import now_ms
 from grabstream.gate.gate import Gate
 from grabstream.models.answers import Answer, encode_answer
@@ -347,7 +347,7 @@ async def _zones_without_views(settings: Settings, opens: Sequence[Open]) -> lis
     if not zones:
         return []
     try:
-        async with checked_books(settings) as connection:
+        async with checked_database(settings) as connection:
             return await unknown_zones(connection, zones)
     except (OperationalError, IdentityNotRecorded):
         return []

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from grabstream.connections.opening import check_system, checked_books
+from grabstream.connections.opening import check_system, checked_database
 from grabstream.models.bounds import counted
 from grabstream.ops.console.output import WholeNumber, complain, console, json_option, print_json, refuse, say
 from grabstream.ops.formats.replay_request import ObjectAddress
@@ -108,5 +108,5 @@ def _print(written: WrittenFile, made: NewCheckpoint, is_object: bool) -> None:
 
 async def _make(settings: Settings, report: Say) -> NewCheckpoint:
     await check_system(settings)
-    async with checked_books(settings) as books:
+    async with checked_database(settings) as books:
         return await make_checkpoint(settings, books, report)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 from rich.text import Text
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, refuse
 from grabstream.ops.diagnosis.examination import (
     NOT_ALLOWED,
@@ -99,7 +99,7 @@ def dismiss(finding: int, reason: str, operator: str, as_json: bool) -> None:
 
 async def _dismiss(finding: int, operator: str, reason: str) -> bool:
     settings = load_settings()
-    async with checked_books(settings) as connection:
+    async with checked_database(settings) as connection:
         return await verified.dismiss(connection, finding, operator, reason)
 
 

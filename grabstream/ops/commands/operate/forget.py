@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from grabstream.connections.opening import check_system, checked_books, sealer
+from grabstream.connections.opening import check_system, checked_database, sealer
 from grabstream.connections.seal_keys import require_seal_keys
 from grabstream.models.bounds import counted
 from grabstream.models.identifiers import is_id
@@ -60,7 +60,7 @@ async def _forget(settings: Settings, user: str, by_name: str, dry_run: bool) ->
     await check_system(settings, seals=True)
     # Keyed: without a seal key or a sealing part, it does not reveal whether a user was forgotten.
     digests = sealer(settings).digests.names(f"forgotten/{user}")
-    async with checked_books(settings) as connection:
+    async with checked_database(settings) as connection:
         await require_seal_keys(connection, settings)
         before = await user_keys.times_forgotten(connection, digests)
         async with connection.transaction():

@@ -20,7 +20,7 @@ from grabstream.connections.cache_redis import open_cache
 from grabstream.connections.identity import require_schema
 from grabstream.connections.key_files import KeyFiles
 from grabstream.connections.opening import (
-    checked_books,
+    checked_database,
     key_space,
     open_gate,
     open_redis,
@@ -36,7 +36,6 @@ from grabstream.gateway.addresses import ConnectionsByAddress, Network
 from grabstream.gateway.admission import Admission, CallerRates
 from grabstream.gateway.api_keys import KEYS_QUERY, KeyRing
 from grabstream.gateway.app import Application, Bounds
-from grabstream.gateway.books import open_books
 from grabstream.gateway.cache_server import CacheServer
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
@@ -55,6 +54,7 @@ from grabstream.gateway.serving import bind, connections_possible, serve
 from grabstream.gateway.shared_answers import SharedAnswers
 from grabstream.gateway.supervising import Supervisor
 from grabstream.gateway.tokens import TokenVerifier, UserNames
+from grabstream.gateway.view_reader import open_view_reader
 from grabstream.metrics.answering import Answering, open_answering
 from grabstream.metrics.tracing import tracing
 from grabstream.models.schema_documents import event_documents
@@ -227,7 +227,7 @@ async def _open_admission(settings: Settings, counters: RequestCounters) -> Asyn
         await _require_tables(settings)
         # A separate session: a crowd of questions must not delay a revocation.
         books = await stack.enter_async_context(
-            open_books(
+            open_view_reader(
                 settings.postgres,
                 settings.schema_,
                 1,
@@ -293,7 +293,7 @@ async def _check_books(
 async def _require_tables(settings: Settings) -> None:
     """Raises UndefinedTable when PostgreSQL answers, but has no table for keys."""
     try:
-        async with checked_books(settings) as connection:
+        async with checked_database(settings) as connection:
             await connection.execute("SELECT FROM api_keys LIMIT 0")
     except OperationalError:
         return  # the gateway waits for it
@@ -332,7 +332,7 @@ async def _open_application(
     async with AsyncExitStack() as stack:
         check = functools.partial(_check_books, settings, shared)
         books = await stack.enter_async_context(
-            open_books(settings.postgres, settings.schema_, settings.gateway_sessions_max, check)
+            open_view_reader(settings.postgres, settings.schema_, settings.gateway_sessions_max, check)
         )
         counters = RequestCounters(cache_server, settings.prefix)
         admission = await stack.enter_async_context(_open_admission(settings, counters))

@@ -5,7 +5,7 @@ from typing import Final
 
 import click
 
-from grabstream.connections.opening import check_system, checked_books, open_redis
+from grabstream.connections.opening import check_system, checked_database, open_redis
 from grabstream.ops import grants as roles
 from grabstream.ops.console.output import json_option, print_json
 from grabstream.settings import Settings, load_settings, without_password
@@ -71,7 +71,7 @@ def grants(applies: bool, dry_run: bool, groups: tuple[str, ...], as_json: bool)
 
 async def _statements(settings: Settings) -> list[str]:
     await check_system(settings)
-    async with checked_books(settings) as connection:
+    async with checked_database(settings) as connection:
         return await roles.postgres_statements(connection, settings.schema_, settings.prefix)
 
 
@@ -87,7 +87,7 @@ async def _apply(
     finally:
         await client.aclose()
     await roles.apply_kafka(settings.brokers, acls)
-    async with checked_books(settings, autocommit=False) as connection:
+    async with checked_database(settings, autocommit=False) as connection:
         for statement in statements:
             await connection.execute(statement.encode())
     return forgetful

@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 from psycopg import AsyncConnection
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.gate.calls import now_ms
 from grabstream.gateway.api_keys import PREFIX, digest_of, new_secret
 from grabstream.gateway.bounds import REVOCATION_SECONDS_MAX
@@ -144,7 +144,7 @@ def list_(as_json: bool) -> None:
     """List the keys, including revoked ones. Secrets are not kept, so they cannot be shown."""
 
     async def load() -> list[ApiKey]:
-        async with checked_books(load_settings()) as connection:
+        async with checked_database(load_settings()) as connection:
             return await api_keys.load(connection)
 
     found = list(map(_described, asyncio.run(load())))
@@ -162,7 +162,7 @@ def _changed(make: Change, dry_run: bool) -> ApiKey:
 
     async def change() -> ApiKey:
         async with (
-            checked_books(load_settings()) as connection,
+            checked_database(load_settings()) as connection,
             connection.transaction(force_rollback=dry_run),
         ):
             return await make(connection)

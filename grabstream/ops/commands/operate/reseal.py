@@ -9,7 +9,7 @@ import click
 from aiokafka import AIOKafkaConsumer
 from psycopg import AsyncConnection
 
-from grabstream.connections.opening import check_system, checked_books, sealer
+from grabstream.connections.opening import check_system, checked_database, sealer
 from grabstream.connections.seal_keys import require_seal_keys
 from grabstream.connections.user_keys import SEALED_FOR as USER_KEYS_SEALED_FOR
 from grabstream.crypto.sealing import CannotOpen, Sealer
@@ -79,7 +79,7 @@ def reseal(retire: str | None, dry_run: bool, as_json: bool) -> None:
 
 async def _reseal(settings: Settings, retire: str | None, dry_run: bool) -> dict[str, Any]:
     await check_system(settings, seals=True)
-    async with checked_books(settings) as connection:
+    async with checked_database(settings) as connection:
         await require_seal_keys(connection, settings)
         resealed = await _reseal_webhooks(connection, sealer(settings), dry_run)
         users = await _reseal_user_keys(connection, sealer(settings), dry_run)

@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.ops.console.output import complain, json_option, print_json
 from grabstream.projections.database.system import schemas_of
 from grabstream.settings import Settings, load_settings
@@ -32,5 +32,5 @@ def schemas(as_json: bool) -> None:
 
 
 async def _read(settings: Settings) -> list[str]:
-    async with checked_books(settings) as connection:
+    async with checked_database(settings) as connection:
         return await schemas_of(connection, settings.schema_)

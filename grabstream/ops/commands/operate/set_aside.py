@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 from psycopg import AsyncConnection
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.models.bounds import counted
 from grabstream.models.currencies import shown_amount
 from grabstream.models.journal import Cursor, named
@@ -164,13 +164,13 @@ def retry(projection: str, shard: int, wait: float, as_json: bool) -> None:
 @asynccontextmanager
 async def _open_to_write(settings: Settings, projection: str) -> AsyncIterator[AsyncConnection[Any]]:
     """A connection to the schema that has the projection's cursors and stops."""
-    async with checked_books(settings) as connection:
+    async with checked_database(settings) as connection:
         await use_read_model(connection, settings.schema_, projection)
         yield connection
 
 
 async def _list(settings: Settings) -> list[set_aside_table.SetAsideRecord]:
-    async with checked_books(settings) as connection:
+    async with checked_database(settings) as connection:
         return await set_aside_table.load(connection)
 
 
@@ -198,7 +198,7 @@ async def _cursor_of(
 
 
 async def _look(settings: Settings, projection: str, shard: int) -> tuple[Stop, StoppedRecord]:
-    async with checked_books(settings) as connection:
+    async with checked_database(settings) as connection:
         stop = await _stop_of(connection, projection, shard)
         cursor = await _cursor_of(settings, connection, projection, shard)
     async with open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
@@ -250,7 +250,7 @@ async def _await_progress(
     """
     deadline = time.monotonic() + wait_seconds
     async with (
-        checked_books(settings) as connection,
+        checked_database(settings) as connection,
         open_reader(settings.brokers, Topics(settings.prefix).journal) as reader,
     ):
         end = await reader.end(shard)

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 import click
 from psycopg import AsyncConnection
 
-from grabstream.connections.opening import checked_books, sealer
+from grabstream.connections.opening import checked_database, sealer
 from grabstream.connections.seal_keys import require_seal_keys
 from grabstream.models.events import CURRENT_VERSIONS
 from grabstream.models.identifiers import is_id
@@ -257,7 +257,7 @@ def discard(webhook: str, event: str, as_json: bool) -> None:
 
 def _ask(settings: Settings, question: Callable[[AsyncConnection[Any]], Awaitable[T]]) -> T:
     async def ask() -> T:
-        async with checked_books(settings) as connection:
+        async with checked_database(settings) as connection:
             return await question(connection)
 
     return asyncio.run(ask())

@@ -26,7 +26,7 @@ from grabstream.connections.opening import (
     CHECK_AGAIN_SECONDS,
     audience,
     check_system,
-    checked_books,
+    checked_database,
     key_space,
     open_redis,
     payment_side,
@@ -167,7 +167,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
         roles: dict[str, Role] = {
             name: role for name, role in (("decide", decide), ("relay", relay)) if name in chosen
         }
-        for name, role in _roles_of_books(settings, redis, measures).items():
+        for name, role in _roles_with_database(settings, redis, measures).items():
             if name in chosen:
                 roles[name] = RestartingRole(name, known.before(name, role), measures.restarts)
         roles |= _services(settings, chosen, redis, known, key_files)
@@ -206,8 +206,8 @@ async def _may_start(settings: Settings, known: "Known", chosen: Sequence[str], 
         await _refuse_replay(settings)
 
 
-def _roles_of_books(settings: Settings, redis: Any, measures: WorkerMeasures) -> dict[str, Role]:
-    """The roles that only concern the books."""
+def _roles_with_database(settings: Settings, redis: Any, measures: WorkerMeasures) -> dict[str, Role]:
+    """The roles that need PostgreSQL."""
     verifier = Verifier(
         redis, key_space(settings), settings.postgres, settings.schema_, settings.verify_percent / 100,
         compares_keys(settings, redis),
@@ -372,7 +372,7 @@ async def _require_journal_key(settings: Settings) -> None:
     if journal_keys().signer is not None:
         return
     try:
-        async with checked_books(settings, bounded=True) as connection:
+        async with checked_database(settings, bounded=True) as connection:
             audit = await cursors.load(connection, "audit")
     except (psycopg.OperationalError, psycopg.errors.UndefinedTable, IdentityNotRecorded) as error:
         # A relay looks for itself, shard by shard.
@@ -485,7 +485,7 @@ def step_of(settings: Settings) -> Step:
 
 async def _record_demand(settings: Settings, shard: int, rows: Sequence[tuple[int, int, str, int]]) -> None:
     try:
-        async with checked_books(settings, bounded=True) as connection:
+        async with checked_database(settings, bounded=True) as connection:
             await record(connection, settings.schema_, shard, rows, settings.demand_days)
     except (psycopg.Error, BadSettings) as error:
         # The counts stay in Redis until PostgreSQL, or its tables, are back: a restore drops the tables

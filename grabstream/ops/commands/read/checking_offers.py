@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.models.bounds import counted
 from grabstream.models.commands import Open
 from grabstream.models.identifiers import campaign_of
@@ -69,7 +69,7 @@ async def _compare(
     """The differences, and the shards at which the read model has stopped."""
     names = [command.offer for command in opens]
     campaigns = sorted({campaign_of(name) for name in names})
-    async with checked_books(settings) as connection, connection.transaction():
+    async with checked_database(settings) as connection, connection.transaction():
         await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
         found = {
             offer: (state, terms)

@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 from psycopg.rows import dict_row
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.models.bounds import counted
 from grabstream.models.calendar import utc_text
 from grabstream.models.events import KINDS
@@ -161,7 +161,7 @@ async def _read(settings: Settings, wanted: dict[str, Any], chosen: set[str]) ->
     )
     page = condition
     async with (
-        checked_books(settings, row_factory=dict_row) as connection,
+        checked_database(settings, row_factory=dict_row) as connection,
         connection.transaction(),
     ):
         # Page and count of one moment: the read models continue meanwhile.

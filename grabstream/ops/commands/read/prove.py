@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from grabstream.connections.opening import check_system, checked_books
+from grabstream.connections.opening import check_system, checked_database
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import is_id
 from grabstream.ops.console.output import console, json_option, print_json, refuse
@@ -95,7 +95,7 @@ def _refusing() -> Iterator[None]:
 async def _make(settings: Settings, against: Path | BucketAddress, offer: str, user: str, grab: str) -> Proof:
     await check_system(settings)
     checkpoint = (await in_thread(read_checkpoint, against, settings)).checkpoint
-    async with checked_books(settings) as books:
+    async with checked_database(settings) as books:
         return await make_proof(settings, books, checkpoint, offer, user, grab)
 
 

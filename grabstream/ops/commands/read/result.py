@@ -14,7 +14,7 @@ import click
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.extras import INSTALL_ANALYSTS, installed
 from grabstream.models.bounds import counted
 from grabstream.models.currencies import DECIMALS, shown_amount, shown_number
@@ -112,7 +112,7 @@ def check_week(text: str) -> None:
 
 
 async def _read(settings: Settings, week: str | None, campaign: str | None) -> dict[str, Any]:
-    async with checked_books(settings, row_factory=dict_row) as connection, connection.transaction():
+    async with checked_database(settings, row_factory=dict_row) as connection, connection.transaction():
         # All tables of one moment: the read models advance meanwhile.
         await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
         if week is None:

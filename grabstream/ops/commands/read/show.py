@@ -10,7 +10,7 @@ from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 from rich.text import Text
 
-from grabstream.connections.opening import checked_books
+from grabstream.connections.opening import checked_database
 from grabstream.models.bounds import counted
 from grabstream.models.currencies import shown_amount
 from grabstream.models.offers import TIME_MS_MAX
@@ -46,7 +46,7 @@ def fail_unknown_offer(offer: str) -> None:
 
 
 async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | None:
-    async with checked_books(settings, row_factory=dict_row) as connection:
+    async with checked_database(settings, row_factory=dict_row) as connection:
         details = await read_offer(connection, offer, limit)
         if details is None:
             return None

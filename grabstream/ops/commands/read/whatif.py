@@ -16,7 +16,7 @@ from psycopg import OperationalError
 
 from grabstream.connections.event_sources import NoTrail, open_history
 from grabstream.connections.identity import OtherSystem
-from grabstream.connections.opening import check_system, checked_books
+from grabstream.connections.opening import check_system, checked_database
 from grabstream.models.bounds import counted
 from grabstream.models.events import AnyEvent, OfferClosed, OfferOpened
 from grabstream.models.identifiers import campaign_of, shard_of
@@ -294,7 +294,7 @@ def _report(asked: WhatIf, shard: int, twins: Twins, tally: _DifferenceCount, li
 async def _refusals(settings: Settings, asked: WhatIf, offers: list[str]) -> dict[str, int] | None:
     """Refused commands by outcome, which are counted in PostgreSQL only; None if it cannot be asked."""
     try:
-        async with checked_books(settings) as connection:
+        async with checked_database(settings) as connection:
             rows = await connection.execute(
                 "SELECT outcome, sum(refusals)::bigint FROM demand WHERE offer = ANY(%s) "
                 "AND (%s::bigint IS NULL OR second <= %s / 1000) GROUP BY outcome ORDER BY 2 DESC, 1",

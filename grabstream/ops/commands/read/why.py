@@ -12,7 +12,7 @@ from psycopg import AsyncConnection
 from redis.exceptions import RedisError, ResponseError
 from rich.text import Text
 
-from grabstream.connections.opening import checked_books, key_space, open_redis
+from grabstream.connections.opening import checked_database, key_space, open_redis
 from grabstream.models.bounds import counted
 from grabstream.models.currencies import shown_amount
 from grabstream.models.events import encode_event
@@ -76,7 +76,7 @@ async def gather(
     """The evidence in the books (None when they lack the offer), the events that the ledger lacks, and the
     present state in Redis.
     """
-    async with checked_books(settings) as connection:
+    async with checked_database(settings) as connection:
         evidence = await read_books(connection, user, offer)
         unbooked = await _unbooked(connection, evidence) if evidence else []
     redis = open_redis(settings)

@@ -17,7 +17,7 @@ from psycopg import OperationalError
 
 from grabstream.connections.event_sources import NoTrail, open_history
 from grabstream.connections.identity import OtherSystem, find_journal
-from grabstream.connections.opening import check_system, checked_books
+from grabstream.connections.opening import check_system, checked_database
 from grabstream.models.bounds import counted
 from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.console.output import WholeNumber, complain, json_option, print_json, refuse
@@ -275,7 +275,7 @@ async def _require_offers(settings: Settings, not_met: set[str], planned: Sequen
     is_whole = not any(part.stretch.first or part.stretch.last or part.start.cursor.seq for part in planned)
     if not_met and not is_whole:
         try:
-            async with checked_books(settings) as connection:
+            async with checked_database(settings) as connection:
                 rows = await connection.execute(
                     "SELECT offer FROM offers WHERE offer = ANY(%s)", (sorted(not_met),)
                 )

@@ -70,7 +70,7 @@ class _KnownSeqs(NamedTuple):
         return time.monotonic() - self.since < CACHE_SECONDS
 
 
-class BooksReader:
+class ViewReader:
     """Asks the views of one system. Raises Problem when PostgreSQL cannot answer now."""
 
     def __init__(self, pool: AsyncConnectionPool[AsyncConnection[Any]]) -> None:
@@ -175,9 +175,9 @@ class BooksReader:
 
 
 @asynccontextmanager
-async def open_books(
+async def open_view_reader(
     postgres: str, schema: str, sessions_max: int, check: Callable[[AsyncConnection[Any]], Awaitable[Any]]
-) -> AsyncIterator[BooksReader]:
+) -> AsyncIterator[ViewReader]:
     """The books of the system in a schema; `check` raises an error when the schema belongs to another system.
     Opens also while PostgreSQL is down.
     """
@@ -197,7 +197,7 @@ async def open_books(
     )
     await pool.open(wait=False)
     try:
-        yield BooksReader(pool)
+        yield ViewReader(pool)
     finally:
         await pool.close()
 

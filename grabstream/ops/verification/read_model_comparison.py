@@ -31,7 +31,7 @@ from grabstream.streams.journal import JournalReader, JournalRecord
 log = logging.getLogger(__name__)
 
 
-class BooksComparison:
+class ReadModelComparison:
     """Compares the journal with PostgreSQL, in one transaction. The attributes about shards are complete
     after `checks`.
     """
