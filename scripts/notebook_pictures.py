@@ -175,7 +175,7 @@ async def store(settings: Settings, sale: Sale) -> None:
         await until_at_seq(settings, len(sale.lines), shard=shard)
     counts = [(second, code, offer, count) for (second, code, offer), count in sale.state.demand.items()]
     async with await open_books(settings) as books:
-        await demand.record(books, settings.schema_, shard, counts)
+        await demand.store(books, settings.schema_, shard, counts)
 
 
 async def run(settings: Settings) -> None:

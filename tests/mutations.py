@@ -102,11 +102,11 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "a rebuild applies no part twice",
-        "grabstream/streams/relaying/restoring.py",
+        "grabstream/streams/relaying/apply_arguments.py",
         "range(max(after + 1 - line.seq, 0), line.seqs, PARTS_MAX)",
         "range(0, line.seqs, PARTS_MAX)",
         _in(
-            "tests/streams/relaying/test_restoring.py",
+            "tests/streams/relaying/test_apply_arguments.py",
             "test_columns_hold_what_follows_each_other_in_one_envelope",
         ),
     ),

@@ -56,7 +56,7 @@ class StreamReset(Exception):
         self.id = id
 
 
-class Following(Exchange[None]):
+class EventStreamExchange(Exchange[None]):
     """One stream over all of its connections. `after_reply`, `after_error` and `after_end` return the seconds
     to wait before the next connection.
     """

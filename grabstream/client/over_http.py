@@ -41,7 +41,7 @@ from grabstream.client.exchange import (
 from grabstream.client.following import (
     CONNECT_SECONDS_MAX,
     SILENT_SECONDS_MAX,
-    Following,
+    EventStreamExchange,
     Positions,
     ServedEvent,
     WaitingPosition,
@@ -195,7 +195,7 @@ class Client(InThread["AsyncClient"], CommandMethods[ServedAnswer, tuple[ServedA
         or 0 for all of them. It resumes automatically, with every event once and in order, until it is closed
         or the client is. Raises RequestProblem for what the gateway refuses, and StreamReset.
         """
-        return self._follow(Following(path_of("offers", offer, "events"), after), None)
+        return self._follow(EventStreamExchange(path_of("offers", offer, "events"), after), None)
 
     def user_events(
         self, user: str, after: str | None = None, positions: Positions | None = None
@@ -203,10 +203,10 @@ class Client(InThread["AsyncClient"], CommandMethods[ServedAnswer, tuple[ServedA
         """The events that name a user, of all offers, as `offer_events` yields them. `positions` is called
         with the positions of the user's grabs on waiting lists, after each change.
         """
-        return self._follow(Following(path_of("users", user, "events"), after), positions)
+        return self._follow(EventStreamExchange(path_of("users", user, "events"), after), positions)
 
     def _follow(
-        self, following: Following, positions: Positions | None
+        self, following: EventStreamExchange, positions: Positions | None
     ) -> Generator[ServedEvent, None, None]:
         messages = self._client()._messages(following)
         try:
@@ -325,7 +325,7 @@ class AsyncClient(
         or 0 for all of them. It resumes automatically, with every event once and in order, until it is closed
         or the client is. Raises RequestProblem for what the gateway refuses, and StreamReset.
         """
-        return self._events(Following(path_of("offers", offer, "events"), after), None)
+        return self._events(EventStreamExchange(path_of("offers", offer, "events"), after), None)
 
     def user_events(
         self, user: str, after: str | None = None, positions: Positions | None = None
@@ -333,17 +333,17 @@ class AsyncClient(
         """The events that name a user, of all offers, as `offer_events` yields them. `positions` is called
         with the positions of the user's grabs on waiting lists, after each change.
         """
-        return self._events(Following(path_of("users", user, "events"), after), positions)
+        return self._events(EventStreamExchange(path_of("users", user, "events"), after), positions)
 
     async def _events(
-        self, following: Following, positions: Positions | None
+        self, following: EventStreamExchange, positions: Positions | None
     ) -> AsyncGenerator[ServedEvent, None]:
         async with aclosing(self._messages(following)) as messages:
             async for found in messages:
                 for event in _events_of(found, positions):
                     yield event
 
-    async def _messages(self, following: Following) -> AsyncGenerator[list[Message], None]:
+    async def _messages(self, following: EventStreamExchange) -> AsyncGenerator[list[Message], None]:
         """The messages of a stream, as they come."""
         while not self._ended.is_set():
             try:

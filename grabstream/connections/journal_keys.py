@@ -28,7 +28,7 @@ async def record_own(connection: AsyncConnection[Any], settings: Settings) -> Ma
     signer = journal_keys().signer
     if signer is None or signer.key_id in known:
         return known
-    await recorded.record(connection, identity.journal, {signer.key_id: in_base64(signer.key.public_key())})
+    await recorded.store(connection, identity.journal, {signer.key_id: in_base64(signer.key.public_key())})
     return await recorded.find_all(connection, identity.journal)
 
 

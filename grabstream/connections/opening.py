@@ -347,7 +347,7 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
         oldest_at = now_ms() - settings.refusals_days * DAY_MS
         try:
             async with checked_database(settings) as connection:
-                await refusals.record(
+                await refusals.store(
                     connection, settings.schema_, rows, settings.refusals_kept_max, oldest_at
                 )
         except (psycopg.Error, BadSettings) as error:

@@ -86,7 +86,7 @@ async def record_seal_keys(connection: AsyncConnection[Any], settings: Settings)
     async with connection.transaction():
         await connection.execute("LOCK TABLE seal_keys IN SHARE ROW EXCLUSIVE MODE")
         compare(fingerprints, await seal_keys.find_all(connection) or [])
-        return await seal_keys.record(connection, fingerprints)
+        return await seal_keys.store(connection, fingerprints)
 
 
 def _listed(ids: Sequence[str]) -> str:

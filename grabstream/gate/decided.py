@@ -151,7 +151,7 @@ class DecidedAnswers:
         self, shard: int, history: int, commands: Sequence[AnyCommand], answers: Sequence[Answer]
     ) -> None:
         """Keeps answers of one call until their events are journaled."""
-        if not self._journaled.is_following:
+        if not self._journaled.is_listening:
             return
         seq = max((answer.seq for answer in answers if answer.seq is not None), default=0)
         if not seq or self._journaled.is_known(shard, history, seq) or not self._has_room(len(answers)):

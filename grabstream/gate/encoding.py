@@ -90,7 +90,7 @@ class Secrets(NamedTuple):
     tickets: TicketKeys
 
 
-class GrantRun(msgspec.Struct, frozen=True, array_like=True):
+class PlainGrants(msgspec.Struct, frozen=True, array_like=True):
     """A run of consecutive plain grants: seq, place and time of the first, units left after it, and the
     amounts, with commas between them.
     """
@@ -127,10 +127,10 @@ class ScriptReply(msgspec.Struct, frozen=True, array_like=True):
     code: int
     history_or_retry_at: int = 0
     rows_or_message: list[AnswerRow] | str = ""
-    run: GrantRun | None = None
+    run: PlainGrants | None = None
 
 
-def granted_answers(shard: int, commands: Sequence[Any], run: GrantRun) -> list[Answer]:
+def granted_answers(shard: int, commands: Sequence[Any], run: PlainGrants) -> list[Answer]:
     """Returns the answers to the grabs of a run, which are the first of these commands."""
     amounts = list(map(int, run.amounts.split(",")))
     grabs = commands[: len(amounts)]

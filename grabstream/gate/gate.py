@@ -286,8 +286,8 @@ class Gate:
             while waits:
                 shard, indexes, entry = waits.popleft()
                 await self._answers_ready(shard, entry, promise)
-                if entry.parts:
-                    first, second = entry.parts
+                if entry.successors:
+                    first, second = entry.successors
                     middle = len(first.batch.commands)
                     waits.extendleft([(shard, indexes[middle:], second), (shard, indexes[:middle], first)])
                     continue
@@ -427,7 +427,7 @@ class Gate:
             or (not self._limits.authority.needs_receipts and are_right_confirmations(commands))
         ):
             indexes = self._check_each(commands, answers, from_system)
-        for shard, script, left in self._runs(indexes, commands, plain):
+        for shard, script, left in self._by_shard_and_type(indexes, commands, plain):
             size = self._most_at_once(script, self._limits.batch_commands_max)
             while left:
                 end = min(size, len(left))
@@ -440,7 +440,7 @@ class Gate:
                 yield shard, left[:end], batch
                 left = left[end:]
 
-    def _runs(
+    def _by_shard_and_type(
         self, indexes: Sequence[int], commands: Sequence[AnyCommand], plain: PlainBatch | None
     ) -> Iterator[tuple[int, str, Sequence[int]]]:
         """Yields shard, script and indexes of consecutive commands of one shard and type."""
@@ -797,8 +797,8 @@ class Gate:
         [entry] = entries
         if entry.is_done:
             return []
-        if parts := entry.halves():
-            return list(parts)
+        if halves := entry.halves():
+            return list(halves)
         reason = f"this command cannot be decided: {error}"
         log.error(
             "command %s of offer %s cannot be decided: %s",
@@ -826,8 +826,8 @@ class Gate:
             return entries
         [entry] = entries
         entry.breaks += 1
-        if not entry.is_done and (parts := entry.halves()):
-            again = list(parts)
+        if not entry.is_done and (halves := entry.halves()):
+            again = list(halves)
         elif entry.breaks < BREAKS_MAX:
             again = entries
         else:

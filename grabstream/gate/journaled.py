@@ -61,7 +61,7 @@ class Journaled:
         self._polling: dict[int, asyncio.Task[None]] = {}
 
     @property
-    def is_following(self) -> bool:
+    def is_listening(self) -> bool:
         """Whether `start` was called."""
         return self._listening is not None
 
@@ -102,7 +102,7 @@ class Journaled:
         """
         waiter = (seq, next(self._order), history, deadline, release)
         heapq.heappush(self._waiting.setdefault(shard, []), waiter)
-        if shard not in self._polling and self.is_following:
+        if shard not in self._polling and self.is_listening:
             self._polling[shard] = asyncio.create_task(self._poll(shard))
         if self._deadlines is None and deadline < math.inf:
             self._look_at_deadlines_later()

@@ -74,8 +74,8 @@ class QueueEntry(msgspec.Struct, eq=False):
     `unsure` is set when the commands may be decided but this is unknown (no reply arrived, or a history was
     lost): then they cannot be refused any more. `given` is set when the caller has its answers, or no longer
     waits. `entries_max` is how many entries may share a script call with this one: fewer after an error.
-    `parts` are the entries that this one was split into: to find the command that causes an error, or because
-    a call had no room for all commands. `fault` is the error of a single command.
+    `successors` are the entries that this one was split into: to find the command that causes an error, or
+    because a call had no room for all commands. `fault` is the error of a single command.
     """
 
     lane: Lane
@@ -89,7 +89,7 @@ class QueueEntry(msgspec.Struct, eq=False):
     breaks: int = 0
     fault: str | None = None
     next: "QueueEntry | None" = None
-    parts: "tuple[QueueEntry, ...]" = ()
+    successors: "tuple[QueueEntry, ...]" = ()
     answers: list[Answer] = []
     history: int = 0
     is_done: bool = False
@@ -189,7 +189,7 @@ class QueueEntry(msgspec.Struct, eq=False):
         for part in (first, second):
             part.patient_until, part.unsure = self.patient_until, self.unsure
             part.entries_max = self.entries_max
-        self.parts = (first, second)
+        self.successors = (first, second)
         # Drops answers of a lost history, so that no caller waits until they are journaled.
         self.answers, self.history = [], 0
         self.next = first
@@ -205,8 +205,8 @@ class QueueEntry(msgspec.Struct, eq=False):
         self.is_done = True
         if self.waiter is not None:
             self.waiter.cancel()
-        for part in self.parts:
-            part.give()
+        for entry in self.successors:
+            entry.give()
 
 
 class ShardQueue:
@@ -235,7 +235,11 @@ async def all_decided(entries: Sequence[QueueEntry]) -> None:
 
 
 def _leaves(entry: QueueEntry) -> list[QueueEntry]:
-    return [leaf for part in entry.parts for leaf in _leaves(part)] if entry.parts else [entry]
+    return (
+        [leaf for successor in entry.successors for leaf in _leaves(successor)]
+        if entry.successors
+        else [entry]
+    )
 
 
 def few_offers(indexes: Sequence[int], commands: Sequence[AnyCommand], end: int) -> int:

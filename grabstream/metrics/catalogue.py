@@ -141,10 +141,15 @@ METRICS: Final = (
     Metric(
         "grabstream_outbox_events",
         "gauge",
-        "Events that are not in the journal, of shards held here.",
+        "Events that are not in the journal, of shards relayed by this worker.",
         ("shard",),
     ),
-    Metric("grabstream_shard_seq", "gauge", "The last event decided, of shards held here.", ("shard",)),
+    Metric(
+        "grabstream_shard_seq",
+        "gauge",
+        "The last event decided, of shards relayed by this worker.",
+        ("shard",),
+    ),
     Metric(
         "grabstream_published_seq",
         "gauge",

@@ -70,7 +70,7 @@ def facts_of(
     return list(map(_fact, zip(lines, hashes, events, map(transfers_of, events), strict=True)))
 
 
-def follow(shard: int, seq: int, events: Iterable[AnyEvent | AnyRun]) -> bool:
+def are_consecutive(shard: int, seq: int, events: Iterable[AnyEvent | AnyRun]) -> bool:
     """Whether events belong to a shard and are consecutive from the one after `seq`, by their texts."""
     for event in events:
         if event.seq != seq + 1 or event.shard != shard:

@@ -17,7 +17,7 @@ import msgspec
 
 from grabstream.models.journal import Block, Corrupt, Cursor, Gap, Headers
 from grabstream.models.runs import LINES, AnyLine, LineDecoder
-from grabstream.projections.cursors import CursorMoved, Fact, facts_of, follow
+from grabstream.projections.cursors import CursorMoved, Fact, are_consecutive, facts_of
 from grabstream.runtime.ending import end
 from grabstream.streams.clients import Trouble
 from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
@@ -68,7 +68,9 @@ class Decoded:
             # Rows are written under the numbers in the text, and the chain counts by the header: both must
             # agree.
             reach = [event.last_seq for event in events]
-            if reach != list(block.last_seqs) or not follow(block.shard, block.first_seq - 1, events):
+            if reach != list(block.last_seqs) or not are_consecutive(
+                block.shard, block.first_seq - 1, events
+            ):
                 raise Corrupt(f"the events from seq {block.first_seq} on have other numbers in their text")
             self._facts = facts_of(block.lines, block.hashes, events)
         return self._facts

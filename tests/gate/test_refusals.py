@@ -161,11 +161,11 @@ async def test_the_table_is_bounded_by_rows_and_by_age(system: Settings) -> None
         for at in range(1, 101)
     ]
     async with await open_books(system) as connection:
-        await refusals.record(connection, system.schema_, refused[:60], 1_000, 0)
+        await refusals.store(connection, system.schema_, refused[:60], 1_000, 0)
         assert await rows(system, "SELECT count(*), min(message), min(outcome) FROM refusals") == [
             (60, "tab\there", "sold_out")
         ]
-        await refusals.record(connection, system.schema_, refused[60:], 30, 0)
+        await refusals.store(connection, system.schema_, refused[60:], 30, 0)
         assert await rows(system, "SELECT count(*), min(at) FROM refusals") == [(30, 71)]
-        await refusals.record(connection, system.schema_, refused[:1], 1_000, 91)
+        await refusals.store(connection, system.schema_, refused[:1], 1_000, 91)
         assert await rows(system, "SELECT count(*), min(at) FROM refusals") == [(10, 91)]

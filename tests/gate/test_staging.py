@@ -23,7 +23,7 @@ from grabstream.models.events import decode_event
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.splitting import at_once
-from grabstream.streams.relaying import restoring
+from grabstream.streams.relaying import apply_arguments
 from grabstream.streams.relaying.ownership import OwnedShard, SteppedDown
 from grabstream.streams.relaying.recovery import Position, Recovery
 from tests.lua.costs.measured_shard import MeasuredShard
@@ -256,7 +256,7 @@ async def test_a_recovery_that_stops_between_pieces_is_repeated(private_redis: A
     with pytest.raises(SteppedDown):
         await Recovery(dies, SEALER).rebuild(ownership, Position("other", 0), journal)
     events = [decode_event(line) for line in lines]
-    arguments_of_apply = at_once(restoring.building(shard.keys, events[1:], SEALER))
+    arguments_of_apply = at_once(apply_arguments.building(shard.keys, events[1:], SEALER))
     assert [len(staged_parts.parts) for staged_parts in arguments_of_apply.staged] == [6 * PARTS]
     await client.unlink(shard.keys.parts("a"))
     ownership = (await shard.raise_term(ownership.term)).ownership
@@ -294,7 +294,7 @@ async def test_a_million_parts_take_no_long_call(
         return (1).to_bytes(6, "big") * terms.parts
 
     monkeypatch.setattr("grabstream.gate.encoding.drawing_parts", ones)
-    monkeypatch.setattr("grabstream.streams.relaying.restoring.drawing_parts", ones)
+    monkeypatch.setattr("grabstream.streams.relaying.apply_arguments.drawing_parts", ones)
     system = MeasuredShard(private_server[1])
     await system.begin()
     terms = EnvelopeTerms(

@@ -10,7 +10,7 @@ from unittest import mock
 from grabstream.gate import encoding, sizes, staging
 from grabstream.models.rules import grabbing, operating
 from grabstream.streams.deciding import backlog, decider, sweeper
-from grabstream.streams.relaying import recovery, restoring
+from grabstream.streams.relaying import apply_arguments, recovery
 from tests.simulation.releases import RELEASES
 
 #: Queued grabs that one command serves; the rules have the same bound.
@@ -41,8 +41,8 @@ _IN_MODULES: Final[tuple[tuple[Any, str, int], ...]] = (
     # An envelope of more than three parts is staged, in pieces of three.
     (encoding, "INLINE_BYTES_MAX", 18),
     (sizes, "INLINE_BYTES_MAX", 18),
-    (restoring, "INLINE_BYTES_MAX", 18),
-    (restoring, "PARTS_MAX", 3),
+    (apply_arguments, "INLINE_BYTES_MAX", 18),
+    (apply_arguments, "PARTS_MAX", 3),
     (staging, "PIECE_BYTES", 18),
     (decider, "CALL_COMMANDS_MAX", 8),
     (decider, "CALLS_IN_FLIGHT_MAX", 2),

@@ -138,7 +138,7 @@ do
   end
 
   -- Plain grabs of an envelope that follow each other in the shard, in columns
-  -- (streams/relaying/restoring.py).
+  -- (streams/relaying/apply_arguments.py).
   APPLY['parts'] = function(offer, event)
     spend(COST.plain_grab * #event.grabs)
     keep_run_of_parts(offer, event)

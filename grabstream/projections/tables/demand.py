@@ -20,7 +20,7 @@ DELETE_OLD: Final = (
 _DAY_SECONDS: Final = 86_400
 
 
-async def record(
+async def store(
     connection: AsyncConnection[Any],
     schema: str,
     shard: int,

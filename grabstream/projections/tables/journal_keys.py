@@ -15,7 +15,7 @@ async def find_all(connection: AsyncConnection[Any], journal: str) -> dict[str, 
     return dict(await rows.fetchall())
 
 
-async def record(connection: AsyncConnection[Any], journal: str, keys: Mapping[str, str]) -> None:
+async def store(connection: AsyncConnection[Any], journal: str, keys: Mapping[str, str]) -> None:
     """Records keys by id, unless they are recorded."""
     await connection.execute(
         "INSERT INTO journal_keys (journal, key_id, public_key) "
@@ -26,4 +26,4 @@ async def record(connection: AsyncConnection[Any], journal: str, keys: Mapping[s
 
 async def take_over(connection: AsyncConnection[Any], journal: str, earlier: str) -> None:
     """Records for a copied journal the keys of the original."""
-    await record(connection, journal, await find_all(connection, earlier))
+    await store(connection, journal, await find_all(connection, earlier))

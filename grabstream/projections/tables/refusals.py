@@ -15,7 +15,7 @@ _COLUMNS = (
 )
 
 
-async def record(
+async def store(
     connection: AsyncConnection[Any], schema: str, rows: Sequence[tuple[Any, ...]], rows_max: int,
     oldest_at: int
 ) -> None:  # fmt: skip

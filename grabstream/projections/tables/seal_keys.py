@@ -44,7 +44,7 @@ async def find_all(connection: AsyncConnection[Any]) -> list[SealKey] | None:
         return await cursor.fetchall()
 
 
-async def record(connection: AsyncConnection[Any], fingerprints: Mapping[str, str]) -> list[str]:
+async def store(connection: AsyncConnection[Any], fingerprints: Mapping[str, str]) -> list[str]:
     """Records keys by id. Returns the ids that were new."""
     rows = await connection.execute(
         "INSERT INTO seal_keys (key_id, fingerprint) SELECT * FROM unnest(%s::text[], %s::text[]) "

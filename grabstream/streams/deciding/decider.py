@@ -50,8 +50,8 @@ from grabstream.streams.deciding.decoding import (
     Rejected,
     TopicAuthority,
     decode_record,
-    in_runs,
-    set_aside,
+    plain_groups,
+    reject_undecidable,
 )
 from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.topics import Topics
@@ -181,8 +181,8 @@ def decider_group(topics: Topics, topic: str) -> str:
 
 
 class _Decided(NamedTuple):
-    """Commands with their answers (none: unknown), and the reason, by its index, why a command was set
-    aside.
+    """Commands with their answers (none: unknown), and the reason, by its index, why a command was
+    rejected as undecidable.
     """
 
     held: HeldCommands
@@ -350,7 +350,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
 
     def _in_runs(self, records: Sequence[Any]) -> Iterable[tuple[Sequence[Any], Sequence[Grab]]]:
         """Groups the records; a group either consists of plain grabs, which only one topic takes, or not."""
-        return in_runs(records) if self._decider.takes_grabs else [(records, ())]
+        return plain_groups(records) if self._decider.takes_grabs else [(records, ())]
 
     def _take_run(self, partition: OpenPartition, records: Sequence[Any], grabs: Sequence[Grab]) -> None:
         """Takes records that each have one plain grab."""
@@ -567,12 +567,12 @@ class _ShardDecider:
             partition = done.held.records.partition.source.partition
             answers.setdefault(partition, []).extend(done.answers)
             for index, reason in done.undecidable.items():
-                aside += set_aside(*done.held.position(index), done.held.commands[index], reason)
+                aside += reject_undecidable(*done.held.position(index), done.held.commands[index], reason)
         await self._answers.send(answers, aside)
         if (traced := traces()) is not None:
             seconds = time.perf_counter() - began
             for done in decided:
-                # A command that is set aside has no answer.
+                # A command that is rejected as undecidable has no answer.
                 for answer, cause in zip(done.answers, done.held.traceparents(), strict=False):
                     traced.answered("answer", (answer,), seconds, cause)
         for held_commands in held:
@@ -597,7 +597,7 @@ class _ShardDecider:
 
     async def _call_gate_alone(self, unit: HeldCommands) -> _Decided:
         """Decides one command or basket. After an error it is unknown whether its commands are decided: then
-        they get no answer and are set aside, so that the other commands continue.
+        they get no answer and are rejected, so that the other commands continue.
         """
         try:
             [decided] = await self._call_gate([unit])

@@ -118,7 +118,7 @@ class Pace:
             self._until = time.monotonic() + SLICE_SECONDS
 
 
-def in_runs(records: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Grab]]]:
+def plain_groups(records: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Grab]]]:
     """Yields the records in parts, in order: those that each have one plain grab, as most do, with their
     commands, which are decoded together; the others without.
     """
@@ -188,7 +188,9 @@ def _keep_sent_bytes(elements: Sequence[AnyCommand | Undecodable], value: bytes)
         element.raw = raws[index]
 
 
-def set_aside(position: RecordPosition, index: int, command: AnyCommand, reason: str) -> list[Rejected]:
+def reject_undecidable(
+    position: RecordPosition, index: int, command: AnyCommand, reason: str
+) -> list[Rejected]:
     """Returns the records that keep a valid command which no script can decide; `doctor` recognises them by
     their header.
     """

@@ -28,7 +28,7 @@ from grabstream.models.runs import decode_line, decode_lines
 from grabstream.models.transfers import transfers_of
 from grabstream.projections import cursors
 from grabstream.projections.checking import trail
-from grabstream.projections.cursors import Fact, facts_of, follow
+from grabstream.projections.cursors import Fact, are_consecutive, facts_of
 from grabstream.projections.tables import set_aside as aside_records
 from grabstream.projections.tables.set_aside import SetAsideRecord
 from grabstream.streams.follower import Chunk, Decoded, FactsOf, next_chunk
@@ -439,7 +439,7 @@ def decode_verified(
     """Lines as facts, up to the first that cannot be decoded, and the error there, which names `where`."""
     try:
         events = decode_lines(b"[" + b",".join(lines) + b"]")
-        if follow(shard, first_seq - 1, events):
+        if are_consecutive(shard, first_seq - 1, events):
             return facts_of(lines, hashes, events), None
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass  # the loop below finds the line

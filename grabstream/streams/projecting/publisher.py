@@ -3,8 +3,8 @@
 Its cursor is stored in a header of the last record of every group. After a crash it resumes from the newest
 cursor in the topic, so some records may repeat, with the same id and bytes; none is missing.
 
-Each shard is written separately. A shard whose records the brokers refuse, or do not acknowledge, is held: it
-is retried with growing pauses, while the others continue.
+Each shard is written separately. A shard whose records the brokers refuse, or do not acknowledge, is paused:
+it is retried with growing pauses, while the others continue.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ LOOK_BACK_RECORDS: Final = 2_000
 LAST_RECORDS: Final = 16
 #: The number of cursors of a shard that are compared with the journal, newest first.
 COMPARED_CURSORS_MAX: Final = 32
-#: How long the other shards of a group wait for one that is not acknowledged. Then it is held.
+#: How long the other shards of a group wait for one that is not acknowledged. Then it is paused.
 ACKNOWLEDGED_SECONDS_MAX: Final = 2.0
 #: Offsets in Kafka have 64 bits, with a sign.
 OFFSET_MAX: Final = 2**63 - 1
@@ -63,8 +63,8 @@ class Publisher(Projector):
         #: Producers of single shards: after an error, the old one may refuse all records of a shard, or send
         #: records again that we send again as well.
         self._own_producers: dict[int, AIOKafkaProducer] = {}
-        #: By shard that is held: the task that returns the cursor from which it continues.
-        self._held: dict[int, asyncio.Task[Cursor]] = {}
+        #: By shard that is paused: the task that returns the cursor from which it continues.
+        self._paused: dict[int, asyncio.Task[Cursor]] = {}
         #: Shards whose hold ended with their producers, to be caught up.
         self._released: set[int] = set()
         #: By shard whose records were once not written: the trouble, and the pause before the next attempt.
@@ -117,15 +117,15 @@ class Publisher(Projector):
             await super()._disconnect()
 
     async def _stop_producers(self) -> None:
-        held, self._held = self._held, {}
-        self._released |= held.keys()
-        await end(held.values())
+        paused, self._paused = self._paused, {}
+        self._released |= paused.keys()
+        await end(paused.values())
         producers = [*self._own_producers.values(), *([self._producer] if self._producer else [])]
         self._producer, self._own_producers = None, {}
         await asyncio.gather(*(close(producer.stop()) for producer in producers))
 
     async def _save(self, group: Group) -> Group:
-        """Writes the events of each shard; returns the group without the shards that are held now."""
+        """Writes the events of each shard; returns the group without the shards that are paused now."""
         connection = await self._connected()
         sending = {
             shard: asyncio.create_task(self._send(shard, facts, _after_last_event(chunks)))
@@ -146,13 +146,13 @@ class Publisher(Projector):
                 # Publishing needs no PostgreSQL: without the lock, a watchdog may start Faust again.
                 with suppressed_trouble():
                     await locks.take(connection, held_lock(self._schema, shard))
-                self._held[shard] = asyncio.create_task(self._until_writable(shard, task, after))
-                self._held[shard].add_done_callback(partial(self._wake, shard))
+                self._paused[shard] = asyncio.create_task(self._until_writable(shard, task, after))
+                self._paused[shard].add_done_callback(partial(self._wake, shard))
         except BaseException:
-            await end([task for shard, task in sending.items() if shard not in self._held])
+            await end([task for shard, task in sending.items() if shard not in self._paused])
             raise
         return Group(
-            chunk for shard, chunks in group.chunks.items() if shard not in self._held for chunk in chunks
+            chunk for shard, chunks in group.chunks.items() if shard not in self._paused for chunk in chunks
         )
 
     async def _send(self, shard: int, facts: Sequence[Fact], after: Cursor) -> None:
@@ -166,10 +166,10 @@ class Publisher(Projector):
             sent = await producer.send_batch(batch, self._events, partition=shard)
             await sent
 
-    # -- shards that are held --------------------------------------------------------------------------------
+    # -- shards that are paused ------------------------------------------------------------------------------
 
     def _is_paused(self, shard: int) -> bool:
-        return super()._is_paused(shard) or shard in self._held
+        return super()._is_paused(shard) or shard in self._paused
 
     async def _until_writable(self, shard: int, sending: "asyncio.Task[None]", after: Cursor) -> Cursor:
         """Returns the cursor from which a shard continues: `after` when its records are acknowledged late;
@@ -220,11 +220,11 @@ class Publisher(Projector):
 
     async def _resumed(self) -> list[CatchUp]:
         resumed = await super()._resumed()
-        if not (self._held or self._released):
+        if not (self._paused or self._released):
             return resumed
-        ended = {shard: task for shard, task in self._held.items() if task.done()}
+        ended = {shard: task for shard, task in self._paused.items() if task.done()}
         for shard, task in ended.items():
-            del self._held[shard]
+            del self._paused[shard]
             self._released.add(shard)
             if not task.cancelled():
                 self._moved(shard, self._cursors[shard], task.result())
@@ -264,7 +264,7 @@ class _ShardTrouble:
 
 
 def held_lock(schema: str, shard: int) -> str:
-    """The lock that a publisher has while a shard is held, for the watchdogs of other processes."""
+    """The lock that a publisher has while a shard is paused, for the watchdogs of other processes."""
     return f"grabstream-held-{schema}-{shard}"
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from grabstream.models.journal import Block, Corrupt, Cursor, Gap
 from grabstream.models.runs import AnyLine, decode_line
-from grabstream.projections.cursors import follow
+from grabstream.projections.cursors import are_consecutive
 from grabstream.streams.journal import JournalReader, JournalRecord
 
 
@@ -46,7 +46,7 @@ class StoppedRecord(NamedTuple):
     def readable(self) -> bool:
         """Whether every event that the projection will lack can be decoded, and is in this record."""
         events = [event for event in self.events if event is not None]
-        return follow(self.record.shard, self.before.seq, events) and (
+        return are_consecutive(self.record.shard, self.before.seq, events) and (
             (events[-1].last_seq if events else self.before.seq) == self.after.seq
         )
 

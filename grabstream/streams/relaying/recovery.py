@@ -31,9 +31,9 @@ from grabstream.models.identifiers import campaign_of, encoded_payment
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap
 from grabstream.models.runs import AnyLine, decode_line, decode_lines
 from grabstream.projections.checking.snapshots import KnownPayment, RetiredOffer
-from grabstream.streams.relaying import restoring
+from grabstream.streams.relaying import apply_arguments
+from grabstream.streams.relaying.apply_arguments import Applicable, PlainGrabs, in_columns, last_seq
 from grabstream.streams.relaying.ownership import OwnedShard, Ownership
-from grabstream.streams.relaying.restoring import Applicable, PlainGrabs, in_columns, last_seq
 
 log = logging.getLogger(__name__)
 
@@ -347,7 +347,7 @@ class Recovery:
         keys = self._shard.keys
         try:
             # Drawing the parts of a large envelope takes a while: other shards are served meanwhile.
-            call = await in_slices(restoring.building(keys, events, self._sealer, retired, self._seeds))
+            call = await in_slices(apply_arguments.building(keys, events, self._sealer, retired, self._seeds))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Impossible(f"an event from seq {events[0].seq} on cannot be applied: {error}") from error
         try:

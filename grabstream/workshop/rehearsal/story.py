@@ -34,7 +34,7 @@ from grabstream.ops.console.output import console
 from grabstream.ops.console.progress import bar
 from grabstream.ops.verification.checks import VerificationCheck
 from grabstream.ops.verification.verifying import verify
-from grabstream.projections.tables.demand import record
+from grabstream.projections.tables import demand
 from grabstream.settings import Settings
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.journal import JournalReader, open_reader
@@ -426,7 +426,7 @@ class Story:
         rows = [row for row in itertools.starmap(demand_row, counts.items()) if row is not None]
         async with await open_books(self._settings) as books:
             # No worker does it, since the seconds are those of the story.
-            await record(books, self._settings.schema_, self._shard.shard, rows)
+            await demand.store(books, self._settings.schema_, self._shard.shard, rows)
             stored = await books.execute(
                 "SELECT code, offer, sum(refusals)::bigint FROM demand GROUP BY code, offer"
             )

@@ -21,7 +21,7 @@ from grabstream.models.journal import Cursor
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.splitting import at_once
 from grabstream.streams.deciding.sweeper import Sweeper
-from grabstream.streams.relaying import restoring
+from grabstream.streams.relaying import apply_arguments
 from grabstream.streams.relaying.leases import request_lease
 from grabstream.streams.relaying.ownership import Outbox, OwnedShard, Ownership
 from grabstream.streams.relaying.shares import Worker
@@ -168,7 +168,7 @@ async def test_events_with_a_gap_are_refused(make_gate: Any, client: Any, keys: 
         value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
     ]
     await run_script(client, "wipe", [shard.state, *shard.offer_keys("e")], [*ownership, "why", 4, 2])
-    arguments_of_apply = at_once(restoring.building(shard, [events[0], events[2]], SEALER))
+    arguments_of_apply = at_once(apply_arguments.building(shard, [events[0], events[2]], SEALER))
     with pytest.raises(redis.ResponseError, match="HOLE before event 3 of offer e"):
         await run_script(
             client,

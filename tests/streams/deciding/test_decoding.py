@@ -132,7 +132,7 @@ def test_records_that_are_decoded_together_are_what_each_is_alone(values: list[b
     parts: list[Record] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "RUN_RECORDS_MAX", most)
-        for of_run, grabs in decoding.in_runs(records):
+        for of_run, grabs in decoding.plain_groups(records):
             parts += of_run
             if grabs:
                 together += [([grab], [0], [], []) for grab in grabs]
@@ -147,7 +147,7 @@ def test_plain_grabs_of_records_are_decoded_together() -> None:
     values = [_PLAIN.replace(b'"a"', b'"a%d"' % number) for number in range(600)]
     values[500] = b'{"type":"release","id":"a","offer":"o","grab":"g"}'
     values[3] = values[3].replace(b'"o"', b'"p"')
-    runs = list(decoding.in_runs([Record(value) for value in values]))
+    runs = list(decoding.plain_groups([Record(value) for value in values]))
     assert [(len(records), len(grabs)) for records, grabs in runs] == [
         (256, 256), (244, 244), (1, 0), (99, 99),
     ]  # fmt: skip

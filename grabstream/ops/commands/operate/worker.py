@@ -59,7 +59,7 @@ from grabstream.projections import cursors
 from grabstream.projections.database.migrate import PROJECTIONS as READ_MODELS
 from grabstream.projections.database.sessions import bound_locks, connect
 from grabstream.projections.database.system import Identity
-from grabstream.projections.tables.demand import record
+from grabstream.projections.tables import demand
 from grabstream.runtime.collecting import collect_rarely
 from grabstream.runtime.ending import first_to_end, running
 from grabstream.runtime.ticks import seconds_to_tick
@@ -486,7 +486,7 @@ def step_of(settings: Settings) -> Step:
 async def _record_demand(settings: Settings, shard: int, rows: Sequence[tuple[int, int, str, int]]) -> None:
     try:
         async with checked_database(settings, bounded=True) as connection:
-            await record(connection, settings.schema_, shard, rows, settings.demand_days)
+            await demand.store(connection, settings.schema_, shard, rows, settings.demand_days)
     except (psycopg.Error, BadSettings) as error:
         # The counts stay in Redis until PostgreSQL, or its tables, are back: a restore drops the tables
         # first.

@@ -104,8 +104,8 @@ def _add_full_rebuild(name: str) -> None:
 
     @rebuild.command(
         name,
-        help=f"Rebuild {words}: build, compare and switch. Exit code 1: refused, or rows differ in a way "
-        "that is not declared.",
+        help=f"Rebuild {words}: build, compare and switch. Exit code 1: it stopped, or rows differ in a "
+        "way that is not declared.",
     )
     @_source_options
     @_switch_options

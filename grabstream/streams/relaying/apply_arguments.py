@@ -63,30 +63,30 @@ def last_seq(event: Applicable) -> int:
 def in_columns(lines: Iterable[AnyLine], after: int) -> list[Applicable]:
     """The events of lines after a seq: plain grabs of an envelope in columns, runs of others one by one."""
     found: list[Applicable] = []
-    parts: PlainGrabs | None = None
+    plain: PlainGrabs | None = None
     for line in lines:
         if not isinstance(line, GrantedRun) or not _are_plain_parts(line):
-            parts = None
+            plain = None
             found += [event for event in singles(line) if event.seq > after]
             continue
         for begin in range(max(after + 1 - line.seq, 0), line.seqs, PARTS_MAX):
             end = min(begin + PARTS_MAX, line.seqs)
-            if parts is None or not _continues(parts, line, begin, end):
+            if plain is None or not _continues(plain, line, begin, end):
                 first = (line.seq + begin, 0, line.offer_seq + begin, line.place + begin)
-                parts = PlainGrabs(line.offer, *first, line.at, [], [], [], [])
-                found.append(parts)
-            parts.last_seq, parts.at = line.seq + end - 1, line.at
-            parts.times.append((line.at, end - begin))
-            parts.grabs += line.grabs[begin:end]
-            parts.users += line.users[begin:end]
-            parts.amounts += line.amounts[begin:end]
+                plain = PlainGrabs(line.offer, *first, line.at, [], [], [], [])
+                found.append(plain)
+            plain.last_seq, plain.at = line.seq + end - 1, line.at
+            plain.times.append((line.at, end - begin))
+            plain.grabs += line.grabs[begin:end]
+            plain.users += line.users[begin:end]
+            plain.amounts += line.amounts[begin:end]
     return found
 
 
-def _continues(parts: PlainGrabs, line: GrantedRun, begin: int, end: int) -> bool:
+def _continues(plain: PlainGrabs, line: GrantedRun, begin: int, end: int) -> bool:
     """Whether these grabs of a line follow others directly, and there is room for them."""
-    follow = parts.offer == line.offer and parts.last_seq + 1 == line.seq + begin
-    return follow and len(parts.grabs) + end - begin <= PARTS_MAX
+    follow = plain.offer == line.offer and plain.last_seq + 1 == line.seq + begin
+    return follow and len(plain.grabs) + end - begin <= PARTS_MAX
 
 
 def _are_plain_parts(run: GrantedRun) -> bool:

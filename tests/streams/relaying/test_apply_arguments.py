@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from grabstream.models.events import AnyEvent, GrabGranted, OfferPaused
 from grabstream.models.runs import AnyLine, GrantedRun, singles
-from grabstream.streams.relaying.restoring import PARTS_MAX, Applicable, PlainGrabs, in_columns, last_seq
+from grabstream.streams.relaying.apply_arguments import (
+    PARTS_MAX,
+    Applicable,
+    PlainGrabs,
+    in_columns,
+    last_seq,
+)
 
 RARE: tuple[dict[str, Any], ...] = (
     {"asked": (2,)}, {"attributes": ({"card": "7"},)}, {"tickets": (("t", None),)}, {"digests": ("d",)},
