@@ -81,14 +81,14 @@ CALLERS: Final = "tests/gateway/test_authentication.py"
 MUTATIONS: Final = (
     Mutation(
         "id of a part",
-        "grabstream/lua/includes/records.lua",
+        "grabstream/lua/includes/packed_values.lua",
         "  if its_id ~= id then return nil end\n",
         "",
         _in(IDENTITIES, "test_nobody_can_use_up_an_id_of_an_envelope[server]"),
     ),
     Mutation(
         "offer of an answer to a grab",
-        "grabstream/lua/includes/records.lua",
+        "grabstream/lua/includes/packed_values.lua",
         "return offer .. '/' .. id\nend",
         "return id\nend",
         _in(IDENTITIES, "test_a_grab_of_pieces_has_its_id_alone_in_its_offer[server]"),
@@ -492,7 +492,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "a run packs places as a grab does",
-        "grabstream/lua/includes/records.lua",
+        "grabstream/lua/includes/packed_values.lua",
         "if place_low == 256 then place_low,",
         "if place_low == 255 then place_low,",
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
@@ -535,7 +535,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "counters of a grab are those of its user",
-        "grabstream/lua/includes/records.lua",
+        "grabstream/lua/includes/packed_values.lua",
         "if entry[2] == 0 then entry[2] = under else add_user(entry[2], user) end",
         "if entry[2] == 0 then entry[2] = {} else add_user(entry[2], user) end",
         _in(COUNTERS, "test_a_release_gives_back_to_all_counters_of_a_grab[server-attributes1]"),
@@ -689,7 +689,7 @@ MUTATIONS: Final = (
     Mutation(
         "callers: an address with failures is refused before any work",
         "grabstream/gateway/admission.py",
-        "if mark not in self._recent:\n            self._failures.check",
+        "if credentials_hash not in self._recent:\n            self._failures.check",
         "if False:\n            self._failures.check",
         _in(
             "tests/gateway/test_admission.py",

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from grabstream.gate.journaled import HistoryChanged, Journaled
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.records import read_answer, read_grab_of_part
+from grabstream.lua.packed_values import read_answer, read_grab_of_part
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab
 from grabstream.models.identifiers import campaign_of

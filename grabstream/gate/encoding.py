@@ -103,8 +103,8 @@ class PlainGrants(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AnswerRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The answer to a command, as `list_row` in includes/records.lua lists it: the last places are omitted if
-    they are empty. An empty table of details is a list.
+    """The answer to a command, as `list_row` in includes/packed_values.lua lists it: the last places are
+    omitted if they are empty. An empty table of details is a list.
     """
 
     code: int

@@ -69,18 +69,18 @@ class Admission:
         if operation.scope == "none":
             return
         credentials = _credentials_of(request)
-        mark = hash(credentials)
-        if mark not in self._recent:
+        credentials_hash = hash(credentials)
+        if credentials_hash not in self._recent:
             self._failures.check(request.scope)
         try:
             caller = await self._caller_of(credentials)
         except BadToken as error:
-            self._recent.pop(mark, None)
+            self._recent.pop(credentials_hash, None)
             if not isinstance(error, UnusableToken):
                 await self._failures.count(request.scope)
             raise unauthenticated(str(error), None if credentials is None else "invalid_token") from None
-        if mark not in self._recent:
-            add_bounded(self._recent, mark, None, TOKENS_REMEMBERED_MAX)
+        if credentials_hash not in self._recent:
+            add_bounded(self._recent, credentials_hash, None, TOKENS_REMEMBERED_MAX)
         rates = self._rates.key if caller.user is None else self._rates.user
         seconds = request.scope.pop(_COUNTED, None)
         if seconds is None:

@@ -51,8 +51,8 @@ OFFER_KEYS: Final = (
 )
 #: A campaign's keys: answers (hash id, of a grab of pieces `<offer>/<id>` → record) · payments (hash; its
 #: fields are ids of payments, as the inside of a JSON text, and those of `payment_field` in
-#: lua/includes/records.lua) · counters (hash, limits of the whole campaign) · state (hash; `zone`: the time
-#: zone its limits count in, as JSON; `large`: present once an answer had more than 1024 bytes, so that
+#: lua/includes/packed_values.lua) · counters (hash, limits of the whole campaign) · state (hash; `zone`: the
+#: time zone its limits count in, as JSON; `large`: present once an answer had more than 1024 bytes, so that
 #: answers are not read in bulk; `retired/<offer>` → `<last offer_seq>:<time ms>` of each retired offer whose
 #: payments still count) · tickets (sorted set: used single-use tickets of the campaign, by the time (ms) at
 #: which they end).

@@ -13,7 +13,7 @@ from grabstream.connections.key_files import KeyFiles
 from grabstream.connections.opening import checked_database, key_space
 from grabstream.connections.redis_servers import ask_each
 from grabstream.lua.keys import KeySpace, ShardKeys
-from grabstream.lua.records import first_event_at
+from grabstream.lua.packed_values import first_event_at
 from grabstream.metrics.exposition import Exposition, Samples, add_gate, add_readiness
 from grabstream.metrics.state import Ask
 from grabstream.projections import cursors

@@ -51,7 +51,7 @@ OF_SCRIPTS: Final = (
         "answers of offers without ':' were never forgotten",
         (
             (
-                "grabstream/lua/includes/records.lua",
+                "grabstream/lua/includes/packed_values.lua",
                 "if not first then return campaign end",
                 "if not first then return '' end",
             ),

@@ -14,7 +14,7 @@
 --           34 expired · 35 not_held · 10 extended
 -- Events: grab.extended · grab.released (expired) · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 --- @include "offers"
 --- @include "pieces"

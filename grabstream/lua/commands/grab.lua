@@ -30,7 +30,7 @@
 --         next call.
 --- @include "cost"
 --- @include "undo"
---- @include "records"
+--- @include "packed_values"
 --- @include "calendar"
 --- @include "decide"
 --- @include "repeats"

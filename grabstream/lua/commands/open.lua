@@ -25,7 +25,7 @@
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "cost"
 --- @include "shard"
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 --- @include "repeats"
 --- @include "offers"

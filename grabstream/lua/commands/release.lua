@@ -14,7 +14,7 @@
 --           35 not_held · 3 released
 -- Events: grab.released · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 --- @include "repeats"
 --- @include "queue"

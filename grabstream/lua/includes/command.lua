@@ -3,7 +3,7 @@
 --   digests, bodies}. If a body has `whole`, that text is stored with the answer, and a repeat is compared
 --   with it. Commands that do not fit into the call get no row; the caller sends them with its next call.
 --- @include "cost"
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 --- @include "repeats"
 --- @include "offers"

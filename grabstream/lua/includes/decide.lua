@@ -3,7 +3,7 @@
 -- retired, past, cleaning).
 --- @include "cost"
 --- @include "shard"
---- @include "records"
+--- @include "packed_values"
 --- @include "runs"
 
 -- The outcomes, numbered as in models/outcomes.py. They are in one table because a script may have at most
@@ -56,8 +56,9 @@ end
 -- Executes the noted writes. With valid data none of them fails.
 local commit
 do
-  -- Fences the shard and marks it incomplete: a write failed after another had succeeded, or the outbox is
-  -- ahead of the shard's seq. The shard's relay journals the events in the outbox, then rebuilds the shard.
+  -- Fences the shard and records it as incomplete: a write failed after another had succeeded, or the outbox
+  -- is ahead of the shard's seq. The shard's relay journals the events in the outbox, then rebuilds the
+  -- shard.
   local function break_off(words)
     local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
     local seq = last and tonumber(string.match(last[1], '^%d+')) + seqs_of(last[2]) - 1 or 0
@@ -105,8 +106,8 @@ do
     layout = 'set it to that of another shard',
   }
 
-  -- Fences a shard whose hash has a damaged number, and marks it incomplete, so that it is rebuilt from the
-  -- journal, unless it is the layout. Returns the reason and the fix in words; nil if nothing is damaged.
+  -- Fences a shard whose hash has a damaged number, and records it as incomplete, so that it is rebuilt from
+  -- the journal, unless it is the layout. Returns the reason and the fix in words; nil if nothing is damaged.
   -- `shard` is what begin_call reads.
   local function fence_damaged(shard)
     local damaged = not number_in(shard[1] or '0') and 'seq'

@@ -1,7 +1,7 @@
 -- Grants parts of an envelope: one part, or a run of plain grabs, as most callers of a crowded envelope send.
 --- @include "cost"
 --- @include "splitting"
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 --- @include "repeats"
 --- @include "offers"

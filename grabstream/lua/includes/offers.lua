@@ -6,7 +6,7 @@
 --   campaign: answers hash · payments hash · counters hash · state hash · tickets zset
 --- @include "cost"
 --- @include "undo"
---- @include "records"
+--- @include "packed_values"
 --- @include "calendar"
 --- @include "decide"
 --- @include "limits"

@@ -5,7 +5,7 @@
 -- `confirm` in commands/confirm.lua does for one of them; all other confirmations are left to it, in their
 -- order.
 --- @include "cost"
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 --- @include "repeats"
 --- @include "offers"

@@ -2,7 +2,7 @@
 -- order.
 --- @include "cost"
 --- @include "undo"
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 --- @include "offers"
 

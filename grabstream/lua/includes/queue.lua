@@ -1,7 +1,7 @@
 -- Grabs leave the queue when they are served, or give up. The same steps as in models/rules, in the same
 -- order.
 --- @include "cost"
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 --- @include "limits"
 --- @include "offers"

@@ -1,7 +1,7 @@
 -- A repeated command id gets its first answer again; if its body differs, it gets a conflict.
 -- Needs KEYS[3] (refusals).
 --- @include "cost"
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 
 -- Refusals are stored for the whole shard, so their field names the campaign too; no id contains '/'.

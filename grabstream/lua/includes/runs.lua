@@ -2,7 +2,7 @@
 -- (models/runs.py). A run takes as many seqs as it has grabs.
 --- @include "cost"
 --- @include "undo"
---- @include "records"
+--- @include "packed_values"
 
 -- The greatest amount, and the greatest product of price and quantity.
 local AMOUNT_MAX = 1e13

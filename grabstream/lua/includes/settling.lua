@@ -1,7 +1,7 @@
 -- Units that are returned to an offer, or that a user keeps: the end of holds, payments, returns, orders. The
 -- same steps as in models/rules, in the same order.
 --- @include "cost"
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 --- @include "limits"
 --- @include "offers"

@@ -3,7 +3,7 @@
 -- places, so the rest of them is packed once; packing each would cost three times as much as deciding it.
 -- Most users have the same counters, so what these become is made once, too.
 --- @include "cost"
---- @include "records"
+--- @include "packed_values"
 --- @include "calendar"
 --- @include "decide"
 --- @include "repeats"

@@ -25,7 +25,7 @@
 --         the shard has another owner, or HOLE when events of an offer are missing before these.
 --- @include "cost"
 --- @include "shard"
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 --- @include "limits"
 --- @include "offers"

@@ -9,7 +9,7 @@
 --         ''}, in the order of their events}
 -- Returns the number of offers and payments; or the error LOST when the shard has another owner.
 --- @include "shard"
---- @include "records"
+--- @include "packed_values"
 --- @include "past"
 
 local lost = lost_or_deciding()

@@ -15,7 +15,7 @@
 -- Events: none
 -- Returns msgpack: {0, history, {number of records deleted}}, or {code, retry_at, message}.
 --- @include "cost"
---- @include "records"
+--- @include "packed_values"
 --- @include "decide"
 
 local call, refused = begin_call()

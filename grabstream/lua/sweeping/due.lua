@@ -18,7 +18,7 @@ local TYPES = {
 -- The command that counts the members of a key; it fails for a key of another type.
 local COUNTS = {hash = 'HLEN', stream = 'XLEN', list = 'LLEN', zset = 'ZCARD', set = 'SCARD'}
 
--- Fences the shard, and marks it incomplete. One that another program writes is left unchanged.
+-- Fences the shard, and records it as incomplete. One that another program writes is left unchanged.
 local function fence_damaged(reason, is_state)
   if is_state then
     redis.call('DEL', KEYS[1])

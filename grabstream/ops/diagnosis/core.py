@@ -14,7 +14,7 @@ from grabstream.connections.redis_servers import ANSWER_SECONDS_MAX, ask_each, m
 from grabstream.connections.worker_reports import ReportedTrouble, WorkerReport, read_reports
 from grabstream.lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
 from grabstream.lua.library import MISSING, library, missing_or_unusable
-from grabstream.lua.records import first_event_at
+from grabstream.lua.packed_values import first_event_at
 from grabstream.lua.server import server_epoch_of
 from grabstream.models.bounds import counted, quoted
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, shard_list

@@ -10,7 +10,7 @@ from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.records import read_grab, read_part
+from grabstream.lua.packed_values import read_grab, read_part
 from grabstream.lua.server import has_server_epoch
 from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, PaymentRefundDue, encode_event
 from grabstream.models.identifiers import campaign_of
@@ -131,10 +131,10 @@ async def _events(
     count under the user's counters.
     """
     limits = offer["terms"].get("limits", ())
-    marks = {f'"user":"{user}"'} | {f'"grab":"{grab["grab"]}"' for grab in grabs}
+    search_texts = {f'"user":"{user}"'} | {f'"grab":"{grab["grab"]}"' for grab in grabs}
     for limit in limits:
         if limit["by"] != "user":
-            marks |= {
+            search_texts |= {
                 f'"{limit["by"]}":"{grab["attributes"][limit["by"]]}"' for grab in grabs if grab["attributes"]
             }
     offers = [offer["offer"]]
@@ -145,31 +145,32 @@ async def _events(
             row["offer"]
             for row in await _rows(connection, campaign_offers, shard, campaign_of(offer["offer"]))
         ]
-    events = await _find(connection, shard, offers, marks)
+    events = await _find(connection, shard, offers, search_texts)
     # Later events of another user's grab that shares a counter name only the grab, not the attribute.
-    shared = {f'"grab":"{event.grab}"' for event in events if getattr(event, "attributes", None)} - marks  # type: ignore[union-attr]
+    with_attributes = (event for event in events if getattr(event, "attributes", None))
+    shared = {f'"grab":"{event.grab}"' for event in with_attributes} - search_texts  # type: ignore[union-attr]
     if shared:
-        events = await _find(connection, shard, offers, marks | shared)
+        events = await _find(connection, shard, offers, search_texts | shared)
     return events
 
 
 async def _find(
-    connection: AsyncConnection[Any], shard: int, offers: list[str], marks: set[str]
+    connection: AsyncConnection[Any], shard: int, offers: list[str], search_texts: set[str]
 ) -> list[AnyEvent]:
     rows = await _rows(
         connection,
         "SELECT body FROM audit WHERE shard = %s AND offer = ANY(%s) "
         "AND (type NOT LIKE 'grab.%%' AND type <> 'payment.refund_due' OR body ~ %s "
         "OR type IN ('grab.granted', 'grab.held') AND body ~ %s) ORDER BY seq",
-        # A run has its users in a list: some of these have the text of a mark elsewhere.
-        shard, offers, _any_of(marks), _any_of({mark.partition(":")[2] for mark in marks}),
+        # A run has its users in a list: some of these have such a text elsewhere.
+        shard, offers, _any_of(search_texts), _any_of({text.partition(":")[2] for text in search_texts}),
     )  # fmt: skip
     found = (one for row in rows for one in singles(decode_line(row["body"].encode())))
-    has_mark = re.compile(_any_of(marks)).search
+    has_search_text = re.compile(_any_of(search_texts)).search
     return [
         event
         for event in found
-        if not isinstance(event, GrabGranted | GrabHeld) or has_mark(encode_event(event).decode())
+        if not isinstance(event, GrabGranted | GrabHeld) or has_search_text(encode_event(event).decode())
     ]
 
 

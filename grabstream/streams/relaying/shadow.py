@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from grabstream.crypto.sealing import Sealer
 from grabstream.lua.keys import LAYOUT, STAGED, KeySpace, ShardKeys
-from grabstream.lua.records import Damaged, in_fields, offer_of_answer, offer_of_payment, unpacked
+from grabstream.lua.packed_values import Damaged, in_fields, offer_of_answer, offer_of_payment, unpacked
 from grabstream.lua.server import time_ms_of
 from grabstream.models.calendar import opens_next
 from grabstream.models.journal import Accepted, Cursor

@@ -361,7 +361,7 @@ def _day(line: bytes) -> int:
     return _time(line) // DAY_MS
 
 
-class _Stopped(Exception):
+class _NothingLeft(Exception):
     """Nothing more is to be done."""
 
 
@@ -394,7 +394,7 @@ class _Background:
     def check(self) -> None:
         """In the thread: raises if the caller has stopped."""
         if self._stopped:
-            raise _Stopped
+            raise _NothingLeft
 
     async def _first(self) -> None:
         await wrap_future(self._queue.popleft())

@@ -9,7 +9,7 @@ import msgspec
 
 from grabstream.crypto.sealing import Sealer
 from grabstream.lua.keys import STAGED, ShardKeys
-from grabstream.lua.records import offer_of_answer, unpacked
+from grabstream.lua.packed_values import offer_of_answer, unpacked
 from grabstream.lua.running import run_script
 from grabstream.lua.server import let_callers_set_time
 from grabstream.models.calendar import opens_next

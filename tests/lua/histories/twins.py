@@ -15,7 +15,7 @@ import msgspec
 from grabstream.gate.calls import GateLimits
 from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.records import GRAB_FIELDS
+from grabstream.lua.packed_values import GRAB_FIELDS
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open, carried_texts, identity_of
 from grabstream.models.digests import Digests

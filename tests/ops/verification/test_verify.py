@@ -26,7 +26,7 @@ from grabstream.crypto.tickets import TicketKeys, sign
 from grabstream.gate.calls import now_ms
 from grabstream.gate.gate import Gate
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
-from grabstream.lua.records import GRAB_FIELDS
+from grabstream.lua.packed_values import GRAB_FIELDS
 from grabstream.models.commands import (
     Adjust,
     AnyCommand,

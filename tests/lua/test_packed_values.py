@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grabstream.lua import records
-from grabstream.lua.records import Damaged
+from grabstream.lua import packed_values
+from grabstream.lua.packed_values import Damaged
 
 packed = st.recursive(
     st.none() | st.integers(-(2**63), 2**63 - 1) | st.text() | st.binary(),
@@ -23,23 +23,23 @@ any_record = (
 @example(b"\xb6\x00\x00\x00\x00\x00\x9d\x00\x00\x00\x00\x01\x07\x00\x00\x00\x00\x00(\x00\x00\x00\x00")
 @example(b"\x91" * 5_000)
 @example(b"")
-@example(msgspec.msgpack.encode([None] * len(records.GRAB_FIELDS)))
-@example(msgspec.msgpack.encode([[]] * len(records.GRAB_FIELDS)))
+@example(msgspec.msgpack.encode([None] * len(packed_values.GRAB_FIELDS)))
+@example(msgspec.msgpack.encode([[]] * len(packed_values.GRAB_FIELDS)))
 def test_any_bytes_are_read_or_damaged(record: bytes) -> None:
-    records.unpacked(record)
-    records.in_fields(record, record)
-    for read in (records.read_grab, records.read_part, records.offer_of_payment):
+    packed_values.unpacked(record)
+    packed_values.in_fields(record, record)
+    for read in (packed_values.read_grab, packed_values.read_part, packed_values.offer_of_payment):
         with suppress(Damaged):
             read(record)
     with suppress(Damaged):
-        records.offer_of_answer(record, "campaign")
+        packed_values.offer_of_answer(record, "campaign")
 
 
 @given(any_record, any_record)
 def test_only_equal_records_compare_equal(one: bytes, other: bytes) -> None:
     """Records of other bytes may compare equal if both are packed: the order of fields is free in Lua."""
-    if one != other and records.unpacked(one) == records.unpacked(other):
-        assert not isinstance(records.unpacked(one), bytes)
+    if one != other and packed_values.unpacked(one) == packed_values.unpacked(other):
+        assert not isinstance(packed_values.unpacked(one), bytes)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_only_equal_records_compare_equal(one: bytes, other: bytes) -> None:
     ],
 )
 def test_a_grab_of_other_values_is_damaged(name: str, value: object) -> None:
-    fields: list[object] = [0] * len(records.GRAB_FIELDS)
-    fields[records.GRAB_FIELDS.index(name)] = value
+    fields: list[object] = [0] * len(packed_values.GRAB_FIELDS)
+    fields[packed_values.GRAB_FIELDS.index(name)] = value
     with pytest.raises(Damaged, match=name):
-        records.read_grab(msgspec.msgpack.encode(fields))
+        packed_values.read_grab(msgspec.msgpack.encode(fields))

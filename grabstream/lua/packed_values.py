@@ -1,4 +1,4 @@
-"""Reads the records that the scripts store in Redis; includes/records.lua writes them."""
+"""Reads the records that the scripts store in Redis; includes/packed_values.lua writes them."""
 
 import re
 from collections.abc import Mapping, Sequence
