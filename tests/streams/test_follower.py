@@ -13,9 +13,9 @@ from aiokafka.errors import KafkaConnectionError
 from grabstream.models.journal import Cursor, Gap
 from grabstream.models.runs import decode_line
 from grabstream.projections.cursors import CursorMoved, facts_of
+from grabstream.streams import follower
 from grabstream.streams.clients import Trouble
 from grabstream.streams.follower import Chunk, Follower, Group, poll_journal
-from grabstream.streams.projecting import follower
 from tests.support.projecting import opened
 
 

@@ -5,7 +5,7 @@ retakes and amendments.
 import pytest
 
 from grabstream.models.events import decode_event
-from grabstream.ops.diagnosis.counters import Counter, LimitCounters
+from grabstream.ops.diagnosis.counters import CounterName, LimitCounters
 from tests.support.random_history import random_history
 
 
@@ -20,9 +20,9 @@ def test_counters_from_events_equal_those_of_the_rules(seed: int) -> None:
         for counter, (window, count) in offer.counters.items():
             limit, value = counter.rsplit("/", 1)
             checked += 1
-            assert counters.used(Counter(name, f"offer:{limit}", value), window) == count, counter
+            assert counters.used(CounterName(name, f"offer:{limit}", value), window) == count, counter
     for (campaign, counter), (window, count) in history.state.counters.items():
         limit, value = counter.rsplit("/", 1)
         checked += 1
-        assert counters.used(Counter(campaign, f"campaign:{limit}", value), window) == count, counter
+        assert counters.used(CounterName(campaign, f"campaign:{limit}", value), window) == count, counter
     assert checked > 10

@@ -23,8 +23,8 @@ from grabstream.projections.database.sessions import session_name
 from grabstream.projections.tables import webhooks as stored
 from grabstream.projections.tables.webhooks import Webhook
 from grabstream.settings import Settings
+from grabstream.streams import follower
 from grabstream.streams.follower import Chunk
-from grabstream.streams.projecting import follower
 from grabstream.streams.topics import Topics, create_topics
 from grabstream.streams.webhooks import reading, role, sending
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
