@@ -18,7 +18,7 @@ from redis.exceptions import ResponseError
 from grabstream.gate.calls import now_ms
 from grabstream.gate.encoding import CallOffers
 from grabstream.lua.keys import ShardKeys, ids_in
-from grabstream.lua.records import demand_row
+from grabstream.lua.packed_values import demand_row
 from grabstream.lua.running import is_raised_by_script, run_script
 from grabstream.lua.server import time_ms_of
 from grabstream.models.bounds import shortened

@@ -20,7 +20,7 @@ from redis.exceptions import ResponseError
 from grabstream.crypto.sealing import CannotOpen, Sealer
 from grabstream.gate.drawing import in_slices
 from grabstream.gate.staging import pieces
-from grabstream.lua.records import demand_row
+from grabstream.lua.packed_values import demand_row
 from grabstream.models.events import (
     OfferClosed,
     OfferLoaded,

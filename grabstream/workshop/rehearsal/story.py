@@ -21,7 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from grabstream.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.crypto.tickets import TicketKeys
 from grabstream.gate.gate import Gate
-from grabstream.lua.records import demand_row
+from grabstream.lua.packed_values import demand_row
 from grabstream.lua.server import let_callers_set_time
 from grabstream.models.answers import Answer
 from grabstream.models.commands import ITEMS_MAX, AnyCommand, Confirm, Grab, Load
