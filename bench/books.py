@@ -65,7 +65,7 @@ def tree(folder: Path) -> Tree:
             seqs = len(block) if block[0].startswith(b'{"type":"offer') else len(block) * size
             after = journal.chain(head, block)[-1]
             headers = journal.block_headers(0, 1, "bench", seq, len(block), head, after, seqs)
-            found.append(records.Record(0, len(found) + 1, tuple(headers), b"\n".join(block)))
+            found.append(records.JournalRecord(0, len(found) + 1, tuple(headers), b"\n".join(block)))
             head, seq = after, seq + seqs
         return found
 

@@ -402,8 +402,8 @@ MUTATIONS: Final = (
     Mutation(
         "a cursor that moved",
         "grabstream/projections/cursors.py",
-        " AND seq = %s AND next_offset = %s",
-        " AND %s >= 0 AND %s >= 0",
+        " AND c.seq = n.old_seq AND c.next_offset = n.old_offset ",
+        " AND n.old_seq >= 0 AND n.old_offset >= 0 ",
         (
             "tests/streams/projecting/test_projections.py::test_two_projectors_of_a_shard_write_each_event_once",
         ),

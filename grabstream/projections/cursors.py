@@ -14,6 +14,16 @@ from grabstream.models.runs import AnyRun, singles
 from grabstream.models.transfers import Transfers, transfers_of
 from grabstream.models.upcasting import NEWER
 
+# In the order of shards, so that two processes do not wait for each other.
+_ADVANCE: Final = (
+    b"UPDATE projection_cursors AS c SET seq = n.seq, head = n.head, next_offset = n.next_offset, "
+    b"term = n.term, owner = n.owner, moved_at = now() "
+    b"FROM unnest(%s::integer[], %s::bigint[], %s::bytea[], %s::bigint[], %s::bigint[], %s::text[], "
+    b"%s::bigint[], %s::bigint[]) AS n (shard, seq, head, next_offset, term, owner, old_seq, old_offset) "
+    b"WHERE c.projection = %s AND c.shard = n.shard AND c.seq = n.old_seq AND c.next_offset = n.old_offset "
+    b"AND c.frozen = %s RETURNING c.shard"
+)
+
 
 class CursorMoved(Exception):
     """Another process has moved the cursor and written its rows. The caller must not commit its own rows; it
@@ -210,30 +220,18 @@ async def advance(
 
     Workers write versions that are not frozen. Only a switch back to an earlier version writes a frozen one.
     """
-    for shard in sorted(moves):
-        old, new = moves[shard]
-        done = await connection.execute(
-            "UPDATE projection_cursors SET seq = %s, head = %s, next_offset = %s, term = %s, owner = %s, "
-            "moved_at = now() "
-            "WHERE projection = %s AND shard = %s AND seq = %s AND next_offset = %s AND frozen = %s",
-            (
-                new.seq,
-                new.head,
-                new.next_offset,
-                new.term,
-                new.owner,
-                projection,
-                shard,
-                old.seq,
-                old.next_offset,
-                frozen,
-            ),
+    shards = sorted(moves)
+    olds, news = zip(*map(moves.__getitem__, shards), strict=True)
+    columns = *zip(*news, strict=True), [old.seq for old in olds], [old.next_offset for old in olds]
+    done = await connection.execute(_ADVANCE, (shards, *map(list, columns), projection, frozen))
+    if done.rowcount != len(shards):
+        moved = {shard for (shard,) in await done.fetchall()}
+        shard = next(shard for shard in shards if shard not in moved)
+        old, _ = moves[shard]
+        raise CursorMoved(
+            f"{projection}, shard {shard}: the cursor is no longer at seq {old.seq}, offset "
+            f"{old.next_offset} of this version"
         )
-        if done.rowcount != 1:
-            raise CursorMoved(
-                f"{projection}, shard {shard}: the cursor is no longer at seq {old.seq}, offset "
-                f"{old.next_offset} of this version"
-            )
 
 
 async def stop(

@@ -478,8 +478,8 @@ OF_BOOKS: Final = (
         (
             (
                 "grabstream/projections/cursors.py",
-                " AND seq = %s AND next_offset = %s",
-                " AND %s >= 0 AND %s >= 0",
+                " AND c.seq = n.old_seq AND c.next_offset = n.old_offset ",
+                " AND n.old_seq >= 0 AND n.old_offset >= 0 ",
             ),
         ),
     ),

@@ -43,6 +43,17 @@ def granted(offer: str, seq: int, amount: int = 10) -> bytes:
     ).encode()
 
 
+def granted_run(offer: str, seq: int, count: int) -> bytes:
+    """The line of a run of grabs of one each, of as many users."""
+    numbers = range(seq, seq + count)
+    grabs, users = (",".join(f'"{letter}{number}"' for number in numbers) for letter in "gu")
+    return (
+        f'{{"type":"grab.granted","v":2,"shard":{SHARD},"seq":{seq},"offer_seq":{seq},"offer":"{offer}",'
+        f'"at":{seq},"grabs":[{grabs}],"users":[{users}],"amounts":[{",".join("1" * count)}],"asset":"CNY",'
+        f'"place":{seq - 1},"left":3}}'
+    ).encode()
+
+
 class JournalWriter:
     """Writes markers and blocks to one partition of the journal; blocks may be wrong."""
 

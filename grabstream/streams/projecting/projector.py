@@ -36,13 +36,11 @@ from grabstream.streams.measures import ProjectionMeasures
 log = logging.getLogger(__name__)
 
 QUEUE_RECORDS_MAX: Final = 256
-#: A transaction costs as much as some hundred rows. So records that arrive soon join the group of a record
-#: that is smaller than SMALL_BYTES: those within the time that the last transaction took, between these
-#: bounds. Where processor time is short, transactions take longer, so there are fewer of them. If
-#: FEW_RECORDS_MAX wait already, the group is written at once.
+#: A transaction costs as much as some hundred rows. So records that arrive soon join a group: those within
+#: the time that the last transaction took, between these bounds. Where processor time is short, transactions
+#: take longer, so there are fewer of them. If FEW_RECORDS_MAX wait already, the group is written at once.
 GATHER_SECONDS_MIN: Final = 0.005
 GATHER_SECONDS_MAX: Final = 0.03
-SMALL_BYTES: Final = 16_000
 FEW_RECORDS_MAX: Final = 32
 RETRY_SECONDS: Final = 0.5
 #: How often a projector polls for a version of its definition while there is none.
@@ -76,6 +74,9 @@ class Projector:
     `_open`, `_save` and `_disconnect` determine where cursor and rows are stored: here in PostgreSQL, in one
     transaction.
     """
+
+    #: The number of events after which a transaction is written, if more wait.
+    group_events_max: int = 16_000
 
     #: Errors that are caused by a record. They would happen again, so its shard stops before the record.
     refusals: tuple[type[Exception], ...] = (
@@ -162,11 +163,7 @@ class Projector:
             self._to_catch_up, self._writing_since, self._pause_seconds = [], None, RETRY_SECONDS
 
     def _gathers(self, item: JournalRecord | CatchUp) -> bool:
-        return (
-            isinstance(item, JournalRecord)
-            and len(item.value) < SMALL_BYTES
-            and self._queue.qsize() < FEW_RECORDS_MAX
-        )
+        return isinstance(item, JournalRecord) and self._queue.qsize() < FEW_RECORDS_MAX
 
     async def _failed(self) -> None:
         """Logs the unknown error that is being handled, and pauses, longer each time. Other read models
@@ -347,7 +344,7 @@ class Projector:
     # -- records ---------------------------------------------------------------------------------------------
 
     async def _process(self, items: Sequence[JournalRecord | CatchUp], reader: JournalReader) -> None:
-        follower = Follower(self._write)
+        follower = Follower(self._write, self.group_events_max)
         waits: NoReadModel | None = None
         placed: set[int] = set()
         for item in items:

@@ -31,7 +31,7 @@ from grabstream.runtime.ending import end
 from grabstream.runtime.trouble import is_trouble, suppressed_trouble
 from grabstream.streams import brokers
 from grabstream.streams.clients import Trouble, close, in_words
-from grabstream.streams.follower import Chunk, Group
+from grabstream.streams.follower import GROUP_EVENTS_MAX, Chunk, Group
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import RETRY_SECONDS, RETRY_SECONDS_MAX, CatchUp, Projector
 from grabstream.streams.topics import record_time_ms
@@ -53,6 +53,9 @@ _CURSOR: Final = re.compile(rb"([0-9]{1,19}),([0-9a-f]{64}),([0-9]{1,19}),([0-9]
 
 class Publisher(Projector):
     """A projector whose read model is a topic."""
+
+    #: A cursor is in the last record of a group, and is searched for at the end of the topic.
+    group_events_max = GROUP_EVENTS_MAX
 
     def __init__(self, kafka: str, events: str, shards: int, source: str, **rest: Any) -> None:
         super().__init__(name="events", apply=_no_rows, kafka=kafka, **rest)

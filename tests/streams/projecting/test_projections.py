@@ -11,7 +11,9 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import NotLeaderForPartitionError
 from psycopg import errors
 
-from grabstream.models.journal import GENESIS, block_headers, chain
+from grabstream.models.journal import GENESIS, Cursor, block_headers, chain
+from grabstream.projections import cursors
+from grabstream.projections.cursors import CursorMoved
 from grabstream.projections.versions import use_read_model
 from grabstream.settings import Settings
 from grabstream.streams.follower import Decoder
@@ -27,7 +29,9 @@ from tests.support.projecting import (
     SHARD,
     JournalWriter,
     granted,
+    granted_run,
     journal,  # noqa: F401 - a fixture
+    open_tables,
     opened,
     rows,
     running,
@@ -60,6 +64,61 @@ async def test_repeated_overlapping_and_stale_blocks_are_ignored(
     assert await rows(system, "SELECT title, grabs, given, amount_left FROM offers") == [
         ('back\\slash "quote" 你好', 29, 290, 710)
     ]
+
+
+async def test_records_of_a_busy_journal_share_a_transaction(
+    system: Settings, journal: JournalWriter
+) -> None:
+    """Records of a thousand grabs that arrive within milliseconds are written together: a transaction costs
+    as much as some hundred rows.
+    """
+    runs = [granted_run("e", 2 + 1_000 * number, 1_000) for number in range(6)]
+    lines, last_seqs = [opened("e", 1, total=10_000), *runs], [1 + 1_000 * number for number in range(7)]
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 2, last_seqs=last_seqs)
+    for number in range(3, 8):
+        await journal.block(lines, number, number, last_seqs=last_seqs)
+    marker, first, *others = journal.records
+    async with running(system, "audit") as [audit]:
+        await audit.put(marker)
+        await until(lambda: audit.measures.seqs == dict.fromkeys(range(system.shards), 0), 30, "cursors")
+        await audit.put(first)
+        while not audit._queue.empty():
+            await asyncio.sleep(0)
+        for record in others:
+            await audit.put(record)
+        await until_at_seq(system, 6_001, "audit")
+    async with await open_tables(system) as books:
+        written = await books.execute("SELECT count(*), count(DISTINCT xmin::text) FROM audit_1")
+        assert await written.fetchone() == (7, 1)
+
+
+async def test_cursors_of_all_shards_move_in_one_statement(system: Settings) -> None:
+    async with await open_tables(system) as books:
+        execute, statements = books.execute, []
+
+        async def counted(query: Any, *arguments: Any) -> Any:
+            statements.append(query)
+            return await execute(query, *arguments)
+
+        books.execute = counted  # type: ignore[method-assign]
+        await use_read_model(books, system.schema_, "ledger")
+        old = await cursors.load(books, "ledger")
+        new = {shard: Cursor(5 + shard, bytes([shard]) * 32, 7, 2, f"of {shard}") for shard in old}
+        statements.clear()
+        await cursors.advance(books, "ledger", {shard: (old[shard], new[shard]) for shard in old})
+        assert len(statements) == 1
+        assert len(new) == system.shards
+        assert await cursors.load(books, "ledger") == new
+        for wrong in ({"seq": 4}, {"next_offset": 8}):
+            moves = {shard: (new[shard], new[shard]._replace(seq=99)) for shard in new}
+            moves[SHARD] = new[SHARD]._replace(**wrong), moves[SHARD][1]
+            with pytest.raises(CursorMoved, match=f"ledger, shard {SHARD}: "):
+                async with books.transaction():
+                    await cursors.advance(books, "ledger", moves)
+            assert await cursors.load(books, "ledger") == new
+        with pytest.raises(CursorMoved):
+            await cursors.advance(books, "ledger", {SHARD: (new[SHARD], old[SHARD])}, frozen=True)
 
 
 async def test_two_projectors_of_a_shard_write_each_event_once(
