@@ -46,6 +46,11 @@ def plain_batch(commands: Sequence[Any]) -> PlainBatch | None:
     return PlainBatch(commands, offers, PLAIN_BYTES * len(commands)) if offers else None
 
 
+def checked_batch(commands: Sequence[Any]) -> PlainBatch:
+    """The batch of plain grabs that the caller has checked."""
+    return PlainBatch(commands, {command.offer for command in commands}, PLAIN_BYTES * len(commands))
+
+
 def batch_of(commands: Sequence[Any], whole: Batch | None = None) -> Batch:
     """The batch of valid commands of one type; `whole` is one that they are part of."""
     if whole is not None and len(whole.offers) == 1:

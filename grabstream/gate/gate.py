@@ -34,7 +34,7 @@ from grabstream.crypto.sealing import Sealer
 from grabstream.crypto.tickets import TicketKeys
 from grabstream.gate import encoding, personal
 from grabstream.gate.authority import Authority
-from grabstream.gate.batches import Batch, PlainBatch, batch_of, joined, plain_batch
+from grabstream.gate.batches import Batch, PlainBatch, batch_of, checked_batch, joined, plain_batch
 from grabstream.gate.calls import (
     BUSY_RETRY_MS,
     AnotherHistory,
@@ -209,6 +209,7 @@ class Gate:
         topic_order: CallOrder | None = None,
         report_undecidable: ReportUndecidable = lambda index, reason: None,
         from_system: bool = False,
+        are_plain: bool = False,
     ) -> list[Answer]:
         """Returns answers in the order of the commands. Commands of one campaign are executed in that order,
         also across a recovery.
@@ -223,9 +224,10 @@ class Gate:
         were made, are queued even if the queue is full, and wait as long as their shard decides nothing; they
         never get `fenced` or `busy`. `report_undecidable` is called with the index and the error of each
         command that no script can decide; the answer to it is `invalid`. `from_system` is for commands that
-        the system sends itself, whose ids are reserved (`models/payments.py`).
+        the system sends itself, whose ids are reserved (`models/payments.py`). `are_plain` says that the
+        caller has checked that all are plain grabs (`plain_grabs`), and valid.
         """
-        fixed = (promise, patience_ms, timeout_ms, topic_order, report_undecidable, from_system)
+        fixed = (promise, patience_ms, timeout_ms, topic_order, report_undecidable, from_system, are_plain)
         if self._user_keys is None:
             return await self._decide(commands, *fixed)
         # The caller may change its list meanwhile.
@@ -255,6 +257,7 @@ class Gate:
         topic_order: CallOrder | None,
         report_undecidable: ReportUndecidable,
         from_system: bool,
+        are_plain: bool,
     ) -> list[Answer]:
         timeout_seconds = ((timeout_ms or self._limits.timeout_ms) + patience_ms) / 1000
         deadline = math.inf if topic_order else time.monotonic() + timeout_seconds
@@ -265,7 +268,8 @@ class Gate:
                 )
             ]
         answers: list[Answer | None] = [None] * len(commands)
-        batches = list(self._batches(commands, answers, from_system))
+        plain = checked_batch(commands) if are_plain else plain_batch(commands)
+        batches = list(self._batches(commands, answers, from_system, plain))
         order = topic_order or CallOrder()
         waits: deque[tuple[int, Sequence[int], QueueEntry]] = deque()
         last_of: dict[int, QueueEntry] = {}
@@ -413,14 +417,18 @@ class Gate:
         return (await self.decide([command], promise, patience_ms))[0]
 
     def _batches(
-        self, commands: Sequence[AnyCommand], answers: list[Answer | None], from_system: bool
+        self,
+        commands: Sequence[AnyCommand],
+        answers: list[Answer | None],
+        from_system: bool,
+        plain: PlainBatch | None,
     ) -> Iterator[tuple[int, Sequence[int], Batch]]:
         """Yields shard, indexes and batch of the valid commands: those of each shard in order, divided where
         the type changes and where a call would be too large. Answers the others `invalid`. A batch has its
-        own list: the caller may change its list, also before the answers are known to be journaled.
+        own list: the caller may change its list, also before the answers are known to be journaled. `plain`
+        is the batch of all, if they are plain and valid.
         """
         indexes: Sequence[int] = range(len(commands))
-        plain = plain_batch(commands)
         # For most lists, a check by column proves that all commands are valid, and is faster than the rules.
         if plain is None and not (
             offers_of_right_grabs(commands, AMOUNT_MAX)

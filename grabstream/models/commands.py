@@ -815,8 +815,8 @@ def _plain_grabs(value: bytes) -> list[Grab]:
     """The commands of an array of plain grabs, decoded together, which takes less than half of the time; none
     if any command is another or invalid: then each is decoded separately.
     """
-    # A command has at least this many quotes, since the union of all commands requires `type`; one that names
-    # a field twice, or has another field, has more. No command of such an array is above the bound of one.
+    # A grab has at least this many quotes, since the union of all commands requires `type`; one that names a
+    # field twice, or has another field, has more. No command of such an array is above the bound of one.
     quotes = value.count(b'"')
     if len(value) > COMMAND_BYTES_MAX or not quotes or quotes % PLAIN_GRAB_QUOTES:
         return []
@@ -824,8 +824,17 @@ def _plain_grabs(value: bytes) -> list[Grab]:
         grabs: list[Any] = _decode_list(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
-    is_right = len(grabs) * PLAIN_GRAB_QUOTES == quotes and len(grabs) <= ARRAY_COMMANDS_MAX
-    return grabs if is_right and offers_of_right_grabs(grabs) else []
+    if len(grabs) * PLAIN_GRAB_QUOTES != quotes or len(grabs) > ARRAY_COMMANDS_MAX:
+        return []
+    # So grabs have no other fields, and only their names are left to check.
+    if set(map(type, grabs)) != {Grab}:
+        return []
+    ids, offers, users = zip(*map(_names_of_grab, grabs), strict=True)
+    is_right = are_ids((*ids, *set(offers), *users)) and not may_be_reserved(ids)
+    return grabs if is_right else []
+
+
+_names_of_grab = attrgetter("id", "offer", "user")
 
 
 def may_be_plain_grab(value: bytes | None) -> bool:
@@ -841,12 +850,20 @@ def may_be_plain_grab(value: bytes | None) -> bool:
 
 
 def plain_grabs(values: Sequence[bytes]) -> list[Grab]:
-    """The commands of records that each may have one plain grab (`may_be_plain_grab`), decoded together,
-    which takes a third of the time; none if any record has another command, or a wrong one.
+    """The commands of records that each have one plain grab, decoded together, which takes a third of the
+    time; none if any record has another command, or a wrong one.
     """
-    # No command begins in one record and ends in another: a text that has `},{` is not an id, and a record
-    # with a fifth field has more quotes.
-    grabs = _plain_grabs(b"[" + b",".join(values) + b"]")
+    joined = b",\r".join(values)
+    others = len(values) - 1
+    # Texts of JSON cannot have the byte \r. So where records meet, and nowhere else, an object ends and
+    # another begins; it is a whole command, since a plain grab has no object within it.
+    if (
+        joined.count(b"\r") != others
+        or joined.count(b"},\r{") != others
+        or not (joined.startswith(b"{") and joined.endswith(b"}"))
+    ):
+        return []
+    grabs = _plain_grabs(b"[" + joined + b"]")
     return grabs if len(grabs) == len(values) else []
 
 

@@ -30,6 +30,7 @@ from itertools import pairwise
 from struct import Struct
 from typing import Any, Final
 
+import msgspec
 from aiokafka import conn
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.consumer import fetcher
@@ -51,6 +52,24 @@ _LOG_OVERHEAD: Final = 12
 ACKNOWLEDGED: Final = b"\x01"
 #: How often brokers that name no controller are polled.
 CONTROLLER_POLL_SECONDS: Final = 0.2
+
+
+class ConsumedRecord(msgspec.Struct, gc=False):
+    """A record as consumers return it, with aiokafka's names, in the order in which aiokafka gives them. Its
+    own class takes three times as long to make one.
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int
+    timestamp_type: int
+    key: bytes | None
+    value: bytes | None
+    checksum: int | None
+    serialized_key_size: int
+    serialized_value_size: int
+    headers: tuple[tuple[str, bytes], ...]
 
 
 class Records:
@@ -154,9 +173,11 @@ def install() -> None:
     """Makes all clients of this process read by `Records` and log in by `TokenAuthenticator`. `brokers` calls
     it, which every client needs for its options.
     """
-    if not hasattr(fetcher, "MemoryRecords"):
-        raise ImportError("aiokafka.consumer.fetcher has no MemoryRecords: this needs another version")
+    for name in ("MemoryRecords", "ConsumerRecord"):
+        if not hasattr(fetcher, name):
+            raise ImportError(f"aiokafka.consumer.fetcher has no {name}: this needs another version")
     fetcher.MemoryRecords = Records
+    fetcher.ConsumerRecord = ConsumedRecord
     conn.OAuthAuthenticator = TokenAuthenticator
 
 

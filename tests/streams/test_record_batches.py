@@ -3,11 +3,14 @@
 import re
 import secrets
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.admin import NewTopic
+from aiokafka.consumer import fetcher
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 import grabstream
 from grabstream.settings import Settings
 from grabstream.streams.journal import JournalRecord, open_reader
-from grabstream.streams.kafka_internals import Records
+from grabstream.streams.kafka_internals import ConsumedRecord, Records
 from grabstream.streams.record_batches import read_records
 from grabstream.streams.topics import make_topics
 from tests.support.raw_batches import RawRecord, produce_batch, raw_batch
@@ -140,3 +143,15 @@ def test_every_consumer_reads_so() -> None:
     assert [path for path, options in makers.items() if "**brokers.at(" not in options] == [
         "client/over_kafka.py"
     ]
+
+
+def test_records_have_the_fields_of_the_library_in_its_order() -> None:
+    assert [field.name for field in fields(ConsumerRecord)] == list(ConsumedRecord.__struct_fields__)
+    part = raw_batch([RawRecord(b"value", ((b"name", b"text"),), b"key")], 1)
+    [record] = fetcher.PartitionRecords(
+        TopicPartition("topic", 3), fetcher.MemoryRecords(part), [], 0, None, None, True, 1
+    )
+    assert isinstance(record, ConsumedRecord)
+    assert (record.topic, record.partition, record.offset, record.key, record.value, record.headers) == (
+        "topic", 3, 0, b"key", b"value", (("name", b"text"),),
+    )  # fmt: skip

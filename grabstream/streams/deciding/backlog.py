@@ -57,10 +57,10 @@ class OpenRecords:
 class HeldCommands:
     """Commands of one shard that wait for their answers: their records; for each, the number of its record
     among these, its index in that record, and the bytes of records that it counts for. `has_basket`: some are
-    in baskets. A basket is within one record.
+    in baskets. A basket is within one record. `are_plain`: all were decoded, and checked, as plain grabs.
     """
 
-    __slots__ = ("command_bytes", "commands", "has_basket", "indexes", "records", "rows")
+    __slots__ = ("are_plain", "command_bytes", "commands", "has_basket", "indexes", "records", "rows")
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class HeldCommands:
         indexes: Sequence[int],
         command_bytes: int,
         has_basket: bool,
+        are_plain: bool = False,
     ) -> None:
         self.commands = commands
         self.records = records
@@ -77,6 +78,7 @@ class HeldCommands:
         self.indexes = indexes
         self.command_bytes = command_bytes
         self.has_basket = has_basket
+        self.are_plain = are_plain
 
     def __len__(self) -> int:
         return len(self.commands)
@@ -85,7 +87,7 @@ class HeldCommands:
         """Some of the commands."""
         return HeldCommands(
             self.commands[start:end], self.records, self.rows[start:end], self.indexes[start:end],
-            self.command_bytes, self.has_basket,
+            self.command_bytes, self.has_basket, self.are_plain,
         )  # fmt: skip
 
     def units(self) -> "list[HeldCommands]":

@@ -369,11 +369,12 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         indexes: Sequence[int] | None,
         size_bytes: int,
     ) -> None:
-        """Gives the commands of records to their shards; `indexes` is None if each is the first of its record
-        and of no basket. `size_bytes` is that of the records.
+        """Gives the commands of records to their shards; `indexes` is None if each is the plain grab of a
+        record. `size_bytes` is that of the records.
         """
         records.open += len(commands)
-        has_baskets = indexes is not None and any(map(basket_of, commands))
+        are_plain = indexes is None
+        has_baskets = not are_plain and any(map(basket_of, commands))
         by_shard: dict[int, list[int]] = {}
         for at, command in enumerate(commands):
             by_shard.setdefault(self._shard(command.offer), []).append(at)
@@ -385,6 +386,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
                 [0 if indexes is None else indexes[at] for at in chosen],
                 size_bytes // len(commands),
                 has_baskets and any(basket_of(commands[at]) for at in chosen),
+                are_plain,
             )
             self._shards[shard].add(held)
 
@@ -585,7 +587,10 @@ class _ShardDecider:
         undecidable: dict[int, str] = {}
         commands = [command for held_commands in held for command in held_commands.commands]
         answers = await self._decider.gate.decide(
-            commands, topic_order=self._decider.order, report_undecidable=undecidable.__setitem__
+            commands,
+            topic_order=self._decider.order,
+            report_undecidable=undecidable.__setitem__,
+            are_plain=all(held_commands.are_plain for held_commands in held),
         )
         decided, start = [], 0
         for held_commands in held:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 from grabstream.models.answers import Answer, refusal
@@ -122,12 +122,15 @@ def plain_groups(records: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequen
     """Yields the records in parts, in order: those that each have one plain grab, as most do, with their
     commands, which are decoded together; the others without.
     """
-    for may_be_plain, group in groupby(records, lambda record: may_be_plain_grab(record.value)):
-        if not may_be_plain:
-            yield list(group), ()
+    for start in range(0, len(records), RUN_RECORDS_MAX):
+        part = records[start : start + RUN_RECORDS_MAX]
+        values = [record.value for record in part]
+        if None not in values and (grabs := plain_grabs(values)):
+            yield part, grabs
             continue
-        while part := list(islice(group, RUN_RECORDS_MAX)):
-            yield part, plain_grabs([record.value for record in part])
+        for may_be_plain, group in groupby(part, lambda record: may_be_plain_grab(record.value)):
+            some = list(group)
+            yield some, plain_grabs([record.value for record in some]) if may_be_plain else ()
 
 
 async def decode_record(record: Any, pace: Pace, authority: TopicAuthority) -> Understood:
