@@ -10,7 +10,7 @@ workers run.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, sql
@@ -255,7 +255,7 @@ async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int
     await connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
     await connection.execute(cursor_tables().encode())
     for projection in PROJECTIONS:
-        for part in ("tables", "constraints", "views"):
+        for part in ("tables", "checks", "constraints", "views"):
             await connection.execute(definition_of(projection).parts[part].encode())
         await add_cursors(connection, projection, shards)
     for view, table, columns in _SHARED:
@@ -312,11 +312,19 @@ async def add_cursors(connection: AsyncConnection[Any], projection: str, shards:
     )
 
 
-async def complete(connection: AsyncConnection[Any], projection: str) -> None:
+async def complete(
+    connection: AsyncConnection[Any],
+    projection: str,
+    write_sums: Callable[[AsyncConnection[Any]], Awaitable[None]] | None = None,
+) -> None:
     """Adds constraints, indexes and views to the version that the connection uses, and drops its staging
-    tables, in the caller's transaction.
+    tables, in the caller's transaction. `write_sums` computes the sums of loaded rows, which are checked as
+    they are written: that takes a third of the time of a check afterwards.
     """
     definition = definition_of(projection)
+    await connection.execute(definition.parts["checks"].encode())
+    if write_sums is not None:
+        await write_sums(connection)
     for table in definition.staging:
         await connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(table)))
     for part in ("constraints", "views"):

@@ -5,8 +5,8 @@ A file starts with `--- definition N`. `--- changes N: table.column …` declare
 definition N changes (`table.*`: all columns and the rows of a table); a rebuild counts differences there
 separately. `--- compared view (keys): tables` names a view that is compared, by its keys, in place of tables:
 those that had the same content in another form. Parts: `tables` (without the constraints that a build adds
-faster when it has loaded them), `staging` (tables that only a build needs), `constraints` (these, and
-indexes), `views` (what users read).
+faster when it has loaded them), `staging` (tables that only a build needs), `checks` (of sums, which a build
+adds before it writes them), `constraints` (the others, and indexes), `views` (what users read).
 """
 
 import re
@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 #: The projections whose read models are in PostgreSQL and are rebuilt. `events` is not one: it writes a
 #: topic.
 PROJECTIONS: Final = ("ledger", "balances", "audit")
-PARTS: Final = ("tables", "staging", "constraints", "views")
+PARTS: Final = ("tables", "staging", "checks", "constraints", "views")
 
 _number = re.compile(r"^--- definition (\d+)$", re.MULTILINE)
 _compared = re.compile(r"^--- compared (\w+) \(([^)]+)\): (.+)$", re.MULTILINE)

@@ -54,6 +54,17 @@ CREATE TABLE accounts_1 (
     posted numeric(38, 0) NOT NULL
 );
 
+--- part checks
+
+ALTER TABLE accounts_1
+    ADD CONSTRAINT never_below_zero CHECK (
+        posted >= 0
+        OR NOT (
+            account LIKE 'offer:%' OR account LIKE 'hold:%'
+            OR account LIKE 'wallet:%' OR account LIKE 'redeemed:%'
+        )
+    );
+
 --- part constraints
 
 ALTER TABLE transfers_1
@@ -71,15 +82,7 @@ CREATE INDEX transfers_1_other_user ON transfers_1 ((substr(credit, position(':'
     WHERE (debit LIKE 'wallet:%' OR debit LIKE 'hold:%') AND (credit LIKE 'wallet:%' OR credit LIKE 'hold:%')
         AND substr(debit, position(':' IN debit)) <> substr(credit, position(':' IN credit));
 
-ALTER TABLE accounts_1
-    ADD PRIMARY KEY (account, asset),
-    ADD CONSTRAINT never_below_zero CHECK (
-        posted >= 0
-        OR NOT (
-            account LIKE 'offer:%' OR account LIKE 'hold:%'
-            OR account LIKE 'wallet:%' OR account LIKE 'redeemed:%'
-        )
-    );
+ALTER TABLE accounts_1 ADD PRIMARY KEY (account, asset);
 
 --- part views
 

@@ -325,12 +325,7 @@ class Rebuild:
                 await self._writer.execute("SET LOCAL work_mem = '256MB'")
                 # PostgreSQL cannot know how many accounts there are, and would hash them.
                 await self._writer.execute("SET LOCAL enable_hashagg = off")
-                if self._model.finish_here:
-                    sums, self._sums = self._sums, None
-                    await self._model.finish_here(self._writer, sums)
-                else:
-                    await self._model.finish(self._writer)
-                await versions.complete(self._writer, self._projection)
+                await versions.complete(self._writer, self._projection, self._write_sums)
                 building = await versions.set_phase(self._writer, self._where.schema, building, "following")
         except (psycopg.IntegrityError, psycopg.DataError) as error:
             raise RebuildRefused(
@@ -339,6 +334,13 @@ class Rebuild:
         self._step("rebuild.finished")
         await self._analyze(building)
         return building
+
+    async def _write_sums(self, connection: AsyncConnection[Any]) -> None:
+        if self._model.finish_here:
+            sums, self._sums = self._sums, None
+            await self._model.finish_here(connection, sums)
+        else:
+            await self._model.finish(connection)
 
     async def _analyze(self, building: Version) -> None:
         """Collects the statistics of the tables, by two sessions."""
