@@ -391,6 +391,9 @@ class Rebuild:
                     async with aclosing(source.chunks(shard, cursor, target, skipped)) as of_shard:
                         async for chunk in of_shard:
                             yield chunk
+                            # Rows of the group before go on to PostgreSQL between two records, not between
+                            # two answers of Kafka, which have many.
+                            await asyncio.sleep(0)
 
         await Follower(save, group_events, LOAD_LINES, new_group).follow(chunks(), events_max)
 
