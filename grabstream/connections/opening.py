@@ -57,7 +57,7 @@ from grabstream.projections.tables import refusals
 from grabstream.projections.tables.recoveries import record_lost, record_recovery
 from grabstream.runtime.trouble import is_trouble
 from grabstream.settings import BadSettings, Settings, cluster_address, is_cluster
-from grabstream.streams.clients import in_words
+from grabstream.streams.clients import error_text
 from grabstream.streams.deciding.payments import PaymentSide
 from grabstream.streams.deciding.refusal_topic import RefusalTopic
 from grabstream.streams.journal_keys import journal_keys
@@ -183,7 +183,7 @@ async def check_system(
             raise
         if isinstance(error, RedisError):
             await raise_refusal(settings, error)
-        say("Redis cannot be reached yet: %s", in_words(error))
+        say("Redis cannot be reached yet: %s", error_text(error))
     finally:
         if redis is None:
             await client.aclose()

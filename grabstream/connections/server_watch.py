@@ -20,7 +20,7 @@ from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble
 from grabstream.settings import Settings, without_password
 from grabstream.streams import brokers
-from grabstream.streams.clients import OUTAGES, in_words, started
+from grabstream.streams.clients import OUTAGES, error_text, started
 
 #: The worker's log of its state, at level INFO even when other loggers are set higher.
 log: Final = logging.getLogger("grabstream.worker")
@@ -110,7 +110,7 @@ async def _watch(
                     away_since = time.monotonic()
                     OUTAGES.began(server)
                     log.error(
-                        "%s does not answer: %s; trying again", server, " ".join(in_words(error).split())
+                        "%s does not answer: %s; trying again", server, " ".join(error_text(error).split())
                     )
             else:
                 was_answered = True

@@ -16,7 +16,7 @@ import msgspec
 from grabstream.gate.calls import now_ms
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import suppressed_trouble
-from grabstream.streams.clients import TROUBLES, in_words
+from grabstream.streams.clients import TROUBLES, error_text
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ async def keep_reporting(redis: Any, key: str, roles: Sequence[str], stop: async
                 await redis.hset(key, name, msgspec.json.encode(report_of(roles, now_ms())))
         except Exception as error:
             # A user with fewer rights: nothing else depends on this.
-            log.info("this worker cannot be reported in Redis: %s", in_words(error))
+            log.info("this worker cannot be reported in Redis: %s", error_text(error))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds_to_tick(REPORT_EVERY_SECONDS)):
                 await stop.wait()

@@ -21,7 +21,7 @@ from grabstream.metrics.catalogue import BY_NAME, Metric, Process, metrics_of
 from grabstream.models.outcomes import OUTCOME_NAMES
 from grabstream.runtime.measures import FUNCTION_SECONDS, GateMeasures, Histogram
 from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.clients import in_words
+from grabstream.streams.clients import error_text
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Exposition:
                 await part(samples)
         except BaseException as error:
             if is_trouble(error):
-                log.info("metrics: %s cannot be read: %s", name, in_words(error))
+                log.info("metrics: %s cannot be read: %s", name, error_text(error))
             elif isinstance(error, Exception):
                 log.error("metrics: %s cannot be read", name, exc_info=True)
             else:

@@ -44,7 +44,7 @@ from grabstream.projections.database.system import (
 from grabstream.projections.tables import journal_keys, seal_keys
 from grabstream.runtime.trouble import is_trouble
 from grabstream.settings import BadSettings, Settings, variable_of
-from grabstream.streams.clients import in_words
+from grabstream.streams.clients import error_text
 from grabstream.streams.replaying.replay_schema import read_definition
 from grabstream.streams.topic_ids import Topic
 from grabstream.streams.topics import Topics, create_topics, known_in_time
@@ -142,7 +142,7 @@ async def require_all_but_the_journal(settings: Settings, redis: Any) -> None:
     """Raises BadSettings when schema, prefix and number of shards do not belong to one system. The journal is
     not compared.
 
-    Tables of an older release, such as those of a backup, are migrated. Raises Held when another session
+    Tables of an older release, such as those of a backup, are migrated. Raises LockTaken when another session
     holds a lock for longer than LOCK_SECONDS.
     """
     await find_journal(settings)
@@ -156,7 +156,7 @@ async def require_all_but_the_journal(settings: Settings, redis: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def _books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
-    """A connection that waits at most LOCK_SECONDS for a lock, then raises Held, which names the holder.
+    """A connection that waits at most LOCK_SECONDS for a lock, then raises LockTaken, which names the holder.
     Raises ConditionNotMet, and BadSettings for a schema that cannot be migrated.
     """
     async with await connect(settings.postgres, settings.schema_, "init") as connection:
@@ -249,7 +249,7 @@ async def _check_redis(settings: Settings, topic: Topic | None, new_journal: boo
         if not is_trouble(error):
             raise
         log.warning(
-            "Redis cannot be reached, so the first worker will claim the prefix there: %s", in_words(error)
+            "Redis cannot be reached, so the first worker will claim the prefix there: %s", error_text(error)
         )
     finally:
         await redis.aclose()

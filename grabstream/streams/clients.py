@@ -23,7 +23,7 @@ from grabstream.streams.kafka_internals import until_controller_is_known
 log = logging.getLogger(__name__)
 
 #: Under this name for all that log errors of clients.
-in_words = error_in_words
+error_text = error_in_words
 
 CLOSE_SECONDS_MAX: Final = 5.0
 #: How often the fetcher of a consumer wakes up without a cause, every 200 ms by default. It is woken whenever
@@ -201,7 +201,7 @@ class Trouble:
         """Records a failed attempt, which will be repeated; raises an error that is no trouble."""
         if not is_trouble(error):
             raise error
-        self.say(in_words(error))
+        self.say(error_text(error))
 
     def say(self, words: str) -> None:
         """Records a failed attempt; it will be repeated."""

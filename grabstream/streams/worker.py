@@ -30,7 +30,7 @@ from grabstream.gate.refusals import RefusalLog, writing
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.runtime.ending import end, running
 from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.clients import DoesNotStop, Trouble, in_words
+from grabstream.streams.clients import DoesNotStop, Trouble, error_text
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.decoding import TopicAuthority
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide
@@ -39,7 +39,7 @@ from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.relaying.announcing import RelayedShards
 from grabstream.streams.relaying.leases import Leases
 from grabstream.streams.relaying.recovery import Recovered, Snapshots
-from grabstream.streams.relaying.relay import Duty, ShardRelay, Step
+from grabstream.streams.relaying.relay import CrashStep, Duty, ShardRelay
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class RelayOptions(NamedTuple):
     relays and sweeps once it has started, before it is ready; `relays_change` when they change.
     """
 
-    step: Step = lambda name: None
+    step: CrashStep = lambda name: None
     snapshots: Snapshots | None = None
     report_recovery: Callable[[Recovered], Any] | None = None
     relays: Callable[[Sequence[int]], None] = lambda shards: None
@@ -270,7 +270,7 @@ class RestartingRole:
             except BaseException as error:
                 if not isinstance(error, Exception) and not is_trouble(error):
                     raise
-                trouble.note(in_words(error))
+                trouble.note(error_text(error))
                 log.critical(
                     "role %s: unknown error, restarting it in %.0f s, other roles continue",
                     self._name,

@@ -26,7 +26,7 @@ from grabstream.ops.cli import VERBS, grabstream
 from grabstream.ops.commands.operate import worker
 from grabstream.ops.diagnosis.examination import SYSTEM_CHECK, examine
 from grabstream.ops.initialization import make_system, take_new_journal
-from grabstream.projections.database.locks import Held
+from grabstream.projections.database.locks import LockTaken
 from grabstream.projections.versions import drop_all
 from grabstream.settings import BadSettings, Settings, child_environment
 from grabstream.streams.journal import open_reader
@@ -232,7 +232,7 @@ async def test_init_names_the_session_that_holds_a_lock(
         async with await AsyncConnection.connect(system.postgres, application_name=name) as stuck:
             await stuck.execute(lock.format(system.schema_).encode())
             said = rf"{name} \(role \w+, pid {stuck.info.backend_pid} of PostgreSQL\)"
-            with pytest.raises(Held, match=said):
+            with pytest.raises(LockTaken, match=said):
                 await make_system(system)
         assert (await make_system(system))[:2] == ([], [])
 

@@ -15,7 +15,7 @@ from grabstream.models.events import AnyEvent, encode_event
 from grabstream.models.offers import StockTerms
 from grabstream.models.rules import ShardState, decide
 from grabstream.ops.commands.offers.through_a_gate import _zones_without_views
-from grabstream.ops.diagnosis.books import BookReadings, read_books, zones_unknown
+from grabstream.ops.diagnosis.database_checks import BookReadings, read_books, zones_unknown
 from grabstream.projections import versions
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.system import Identity, write_identity

@@ -117,7 +117,7 @@ class Books:
         return BooksOfWorker(self.settings, release, self._keys, self._is_verified)
 
     async def rebuild(self, projection: str, source_name: str, step: Callable[[str], None]) -> None:
-        """An operator rebuilds a read model and shows the new version; raises RebuildRefused."""
+        """An operator rebuilds a read model and shows the new version; raises RebuildStopped."""
         where = Servers(
             self.settings.kafka, self._topics.journal, self.settings.postgres, SCHEMA, self._shards
         )

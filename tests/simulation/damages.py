@@ -12,7 +12,9 @@ _WATCHED: Final = (
     "            elif seconds > "
     "(UNASSIGNED_SECONDS if assignment.is_elsewhere(shard) else STALLED_SECONDS):\n"
 )
-_SETS_ASIDE: Final = "            decided.append(_Decided(held_commands, answers[start:end], aside))\n"
+_SETS_ASIDE: Final = (
+    "            decided.append(_DecidedCommands(held_commands, answers[start:end], aside))\n"
+)
 
 #: What callers are told.
 OF_ANSWERS: Final = (
@@ -120,9 +122,9 @@ OF_SWEEPERS: Final = (
         "a third of the commands of the topic were set aside, although they were decided",
         (("grabstream/streams/deciding/decider.py", _SETS_ASIDE,
           "            decided += [\n"
-          "                _Decided(held_commands.part(at, at + 1), [answer], {})\n"
+          "                _DecidedCommands(held_commands.slice(at, at + 1), [answer], {})\n"
           "                if answer.id[-1] not in '0369'\n"
-          "                else _Decided(held_commands.part(at, at + 1), (), {0: 'it is set aside'})\n"
+          "                else _DecidedCommands(held_commands.slice(at, at + 1), (), {0: 'undecidable'})\n"
           "                for at, answer in enumerate(answers[start:end])\n"
           "            ]\n"),),
     ),

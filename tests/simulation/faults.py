@@ -21,7 +21,7 @@ from grabstream.models.journal import (
 )
 from grabstream.runtime.trouble import is_trouble, suppressed_trouble
 from grabstream.streams.deciding.decider import decider_group
-from grabstream.streams.rebuilding.rebuild import Busy, RebuildRefused
+from grabstream.streams.rebuilding.rebuild import Busy, RebuildStopped
 from tests.simulation.loop import Process
 from tests.simulation.plan import GATES, SHARDS, Fault
 from tests.simulation.redis_server import Server, Weather
@@ -424,7 +424,7 @@ async def read_model_rebuilt(world: "World", fault: Fault) -> None:
             world.oracle.violations.append(str(error))
         except Exception as error:
             world.trace.add(name, f"the rebuild ends: {error!r}"[:160])
-            if not isinstance(error, RebuildRefused | Busy) and not is_trouble(error):
+            if not isinstance(error, RebuildStopped | Busy) and not is_trouble(error):
                 world.oracle.violations.append(f"{name} failed: {error!r}")
         else:
             world.trace.add(name, "the new version is live")

@@ -137,7 +137,7 @@ async def test_a_missing_server_is_logged_once(settings: Settings, caplog: pytes
 
 def test_an_error_without_a_text_is_its_type_in_words() -> None:
     errors = [TimeoutError(), OSError("no broker"), OSError("OSError: no broker")]
-    assert [clients.in_words(error) for error in errors] == [
+    assert [clients.error_text(error) for error in errors] == [
         "TimeoutError", "OSError: no broker", "OSError: no broker"
     ]  # fmt: skip
 

@@ -11,11 +11,11 @@ from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 
 from grabstream.connections.logins import refusal
 from grabstream.models.upcasting import BrokenChain
-from grabstream.projections.database.locks import Held
+from grabstream.projections.database.locks import LockTaken
 from grabstream.projections.versions import NoReadModel
 from grabstream.settings import BadSettings, ServerFailed, load_settings
 from grabstream.streams.buckets import StoreAway, StoreRefused
-from grabstream.streams.clients import DoesNotStop, in_words
+from grabstream.streams.clients import DoesNotStop, error_text
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR
 
 
@@ -43,14 +43,14 @@ def ending_of(error: Exception) -> tuple[int, str] | None:
         case StoreRefused():
             return 1, str(error)
         case KafkaError():
-            words = f"Kafka cannot be reached, or refused a request (GRAB_KAFKA): {in_words(error)}"
+            words = f"Kafka cannot be reached, or refused a request (GRAB_KAFKA): {error_text(error)}"
             return 3, _refused(error) or words
         case InsufficientPrivilege():
             return 2, (
                 f"the PostgreSQL role of GRAB_POSTGRES lacks a privilege: {error.diag.message_primary}; "
                 "docs/operating.md lists the privileges that it needs"
             )
-        case Held():
+        case LockTaken():
             return 1, (
                 f"the command changed nothing, because another PostgreSQL session holds a lock: {error}. "
                 "Try again when that session has ended"

@@ -26,9 +26,9 @@ from grabstream.connections.preconditions import (
 )
 from grabstream.connections.worker_reports import WorkerReport, players
 from grabstream.gate.calls import now_ms
-from grabstream.ops.diagnosis import books, core, hooks, machine, seal_keys, topics
-from grabstream.ops.diagnosis.books import ArchiveReadings, BookReadings, Jump
+from grabstream.ops.diagnosis import core, database_checks, hooks, machine, seal_keys, topics
 from grabstream.ops.diagnosis.core import CoreReadings
+from grabstream.ops.diagnosis.database_checks import ArchiveReadings, BookReadings, Jump
 from grabstream.ops.diagnosis.findings import Finding
 from grabstream.ops.diagnosis.seal_keys import SealKeyReadings
 from grabstream.ops.diagnosis.topics import Lag, TopicReadings
@@ -154,15 +154,17 @@ def _journal_lost(readings: Readings) -> list[Finding]:
         return []
     shards = readings.core.shards if readings.core else ()
     acknowledged = {shard.number: int(shard.fields["journaled_seq"] or 0) for shard in shards}
-    lost = books.journal_lost(readings.last_seqs, acknowledged, readings.books, readings.settings)
+    lost = database_checks.journal_lost(readings.last_seqs, acknowledged, readings.books, readings.settings)
     if readings.archive:
-        lost += books.archived_lost(readings.archive, readings.last_seqs, readings.books, readings.settings)
+        lost += database_checks.archived_lost(
+            readings.archive, readings.last_seqs, readings.books, readings.settings
+        )
     return lost
 
 
 def _lagging(readings: Readings) -> list[Finding]:
     return (
-        books.lagging(readings.lags, readings.books, readings.settings, readings.now_ms)
+        database_checks.lagging(readings.lags, readings.books, readings.settings, readings.now_ms)
         if readings.lags and readings.books
         else []
     )
@@ -177,7 +179,7 @@ def _jumped(readings: Readings) -> list[Finding]:
         or isinstance(readings.mixed_up, OtherJournal)
     ):
         return []
-    return books.jumped(readings.jumps, readings.books, readings.settings)
+    return database_checks.jumped(readings.jumps, readings.books, readings.settings)
 
 
 def _mixed_up(readings: Readings) -> list[Finding]:
@@ -191,7 +193,11 @@ def _mixed_up(readings: Readings) -> list[Finding]:
 
 
 def _not_verified(readings: Readings) -> list[Finding]:
-    return books.not_verified(readings.books, readings.settings, readings.now_ms) if readings.books else []
+    return (
+        database_checks.not_verified(readings.books, readings.settings, readings.now_ms)
+        if readings.books
+        else []
+    )
 
 
 def _not_delivered(readings: Readings) -> list[Finding]:
@@ -237,9 +243,9 @@ CHECKS: Final = (
     Check("seal keys are those of the system", ("postgres",), _seal_keys(seal_keys.wrong)),
     Check("topics exist", ("kafka",), _topics(topics.missing)),
     Check(JOURNAL_CHECK, ("kafka", "postgres"), _journal_lost),
-    Check("tables exist", ("postgres",), _books(books.tables_missing)),
-    Check("the journal's keys are known", ("postgres",), _books(books.journal_keys_missing)),
-    Check("signed records are checked", ("postgres",), _books(books.signatures_not_checked)),
+    Check("tables exist", ("postgres",), _books(database_checks.tables_missing)),
+    Check("the journal's keys are known", ("postgres",), _books(database_checks.journal_keys_missing)),
+    Check("signed records are checked", ("postgres",), _books(database_checks.signatures_not_checked)),
     Check("the number of shards is that of the system", ("redis",), _core(core.other_shards)),
     Check("clocks agree", (), _clocks_apart),
     Check("Redis never evicts", ("redis",), _core(core.may_evict)),
@@ -247,8 +253,8 @@ CHECKS: Final = (
     Check("Redis has memory", ("redis",), _core(core.memory_is_short)),
     Check("partitions have leaders and copies", ("kafka",), _topics(topics.not_led)),
     Check("batches of commands have a bounded size", ("kafka",), _topics(topics.keeps_batches_compressed)),
-    Check("PostgreSQL waits for its disk to write", ("postgres",), _books(books.may_forget)),
-    Check("PostgreSQL knows the time zones", ("postgres",), _books(books.zones_unknown)),
+    Check("PostgreSQL waits for its disk to write", ("postgres",), _books(database_checks.may_forget)),
+    Check("PostgreSQL knows the time zones", ("postgres",), _books(database_checks.zones_unknown)),
     Check("disks have room", (), _disks),
     Check("shards have the clock of Redis", ("redis",), _core(core.check_callers_clock)),
     Check("servers of the Redis Cluster answer", ("redis",), _core(core.silent)),
@@ -262,15 +268,17 @@ CHECKS: Final = (
     Check("transactions end", ("kafka",), _transactions_hang),
     Check("operations have a topic of their own", ("kafka",), _topics(topics.operations_on_commands)),
     Check("commands can be decided", ("kafka",), _commands_set_aside),
-    Check("read models are of this release", ("postgres",), _books(books.models_of_another_release)),
-    Check("read models have not stopped", ("postgres",), _books(books.stopped)),
+    Check(
+        "read models are of this release", ("postgres",), _books(database_checks.models_of_another_release)
+    ),
+    Check("read models have not stopped", ("postgres",), _books(database_checks.models_stopped)),
     Check("read models keep up", ("kafka", "postgres"), _lagging),
     Check("cursors match their rows", ("kafka", "postgres"), _jumped),
     Check("a verifier is running", ("postgres",), _not_verified),
-    Check("the books agree", ("postgres",), _books(books.differs)),
-    Check("no decision was lost", ("postgres",), _books(books.lost_decisions)),
+    Check("the books agree", ("postgres",), _books(database_checks.differs)),
+    Check("no decision was lost", ("postgres",), _books(database_checks.lost_decisions)),
     Check("webhooks are delivered", ("postgres",), _not_delivered),
-    Check("nothing is set aside", ("postgres",), _books(books.put_aside)),
+    Check("nothing is set aside", ("postgres",), _books(database_checks.put_aside)),
     Check("old seal keys are retired", ("postgres",), _seal_keys(seal_keys.old)),
 )
 
@@ -408,7 +416,7 @@ async def _read_books(settings: Settings, clock: Clock) -> BookReadings | Unmet:
         if (unmet := await unmet_by_postgres(connection, settings)) is not None:
             return unmet
         await use_schema(connection, settings.schema_)
-        return await books.read_books(connection, settings.schema_, clock)
+        return await database_checks.read_books(connection, settings.schema_, clock)
 
 
 async def _read_journal(
@@ -418,17 +426,19 @@ async def _read_journal(
     shard in the journal.
     """
     async with started(_consumer(settings)) as consumer:
-        jumps = await books.read_jumps(settings, book_readings, consumer)
+        jumps = await database_checks.read_jumps(settings, book_readings, consumer)
         return (
-            await books.read_lags(settings, book_readings, consumer),
+            await database_checks.read_lags(settings, book_readings, consumer),
             jumps,
-            await books.read_last_seqs(settings, book_readings.positions.get("audit", {}), consumer),
+            await database_checks.read_last_seqs(
+                settings, book_readings.positions.get("audit", {}), consumer
+            ),
         )
 
 
 async def _read_archive(settings: Settings, archive: Store) -> ArchiveReadings:
     async with started(_consumer(settings)) as consumer:
-        return await books.read_archive(settings, archive, consumer)
+        return await database_checks.read_archive(settings, archive, consumer)
 
 
 def _consumer(settings: Settings) -> AIOKafkaConsumer:

@@ -23,19 +23,19 @@ _IS_LOCK: Final = (
 )
 
 
-class Held(Exception):
+class LockTaken(Exception):
     """Another session does this work, or holds a lock that it needs; the text names the session."""
 
 
-async def hold(connection: AsyncConnection[Any], name: str, work: str) -> None:
-    """Takes the lock `name` until the connection ends, and names the session by its `work`; raises Held when
-    another session has the lock.
+async def lock_or_raise(connection: AsyncConnection[Any], name: str, work: str) -> None:
+    """Takes the lock `name` until the connection ends, and names the session by its `work`; raises
+    LockTaken when another session has the lock.
     """
     # A process that is refused the lock reports this name. PostgreSQL cuts a long name, so the process comes
     # first.
     await rename(connection, f"process {os.getpid()} on {socket.gethostname()}, {work}")
     if not await take(connection, name):
-        raise Held(await _holder(connection, name))
+        raise LockTaken(await _holder(connection, name))
 
 
 async def take(connection: AsyncConnection[Any], name: str) -> bool:
@@ -74,7 +74,7 @@ def _session_name(name: str, role: str, pid: int) -> str:
 async def waiting_at_most(
     connection: AsyncConnection[Any], watching: AsyncConnection[Any], seconds: float
 ) -> AsyncIterator[None]:
-    """In this context, the connection waits at most `seconds` for a lock; raises Held, which names the
+    """In this context, the connection waits at most `seconds` for a lock; raises LockTaken, which names the
     holders as the connection `watching` sees them.
     """
     holders: list[str] = []
@@ -94,7 +94,7 @@ async def waiting_at_most(
     try:
         yield
     except LockNotAvailable:
-        raise Held(", ".join(holders) or "a session that has just ended") from None
+        raise LockTaken(", ".join(holders) or "a session that has just ended") from None
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -54,7 +54,7 @@ class OpenRecords:
         return RecordPosition(source.topic, source.partition, self.offsets[row], self.keys[row])
 
 
-class HeldCommands:
+class WaitingCommands:
     """Commands of one shard that wait for their answers: their records; for each, the number of its record
     among these, its index in that record, and the bytes of records that it counts for. `has_basket`: some are
     in baskets. A basket is within one record. `are_plain`: all were decoded, and checked, as plain grabs.
@@ -83,21 +83,21 @@ class HeldCommands:
     def __len__(self) -> int:
         return len(self.commands)
 
-    def part(self, start: int, end: int) -> "HeldCommands":
+    def slice(self, start: int, end: int) -> "WaitingCommands":
         """Some of the commands."""
-        return HeldCommands(
+        return WaitingCommands(
             self.commands[start:end], self.records, self.rows[start:end], self.indexes[start:end],
             self.command_bytes, self.has_basket, self.are_plain,
         )  # fmt: skip
 
-    def units(self) -> "list[HeldCommands]":
+    def units(self) -> "list[WaitingCommands]":
         """The commands one by one, those of a basket together."""
         starts: list[int] = []
         for at, command in enumerate(self.commands):
             basket = basket_of(command)
             if not starts or basket is None or basket_of(self.commands[at - 1]) != basket:
                 starts.append(at)
-        return [self.part(start, end) for start, end in pairwise([*starts, len(self.commands)])]
+        return [self.slice(start, end) for start, end in pairwise([*starts, len(self.commands)])]
 
     def position(self, at: int) -> tuple[RecordPosition, int]:
         """The position of a command's record, and its index in the record."""
@@ -171,10 +171,10 @@ class ShardBacklog:
         self.shard = shard
         self.commands = 0
         self.bytes = 0
-        self._waiting: deque[HeldCommands] = deque()
+        self._waiting: deque[WaitingCommands] = deque()
         self._stopped: set[OpenPartition] = set()
 
-    def add(self, held: HeldCommands) -> None:
+    def add(self, held: WaitingCommands) -> None:
         """Adds commands of one record, or of several without baskets, for this shard."""
         self._waiting.append(held)
         self.commands += len(held)
@@ -184,12 +184,12 @@ class ShardBacklog:
             partition.full_for.add(self.shard)
             self._stopped.add(partition)
 
-    def take(self, most: int) -> list[HeldCommands]:
+    def take(self, most: int) -> list[WaitingCommands]:
         """Removes and returns the next commands for one call, from several records; a record with baskets
         gets its own call. Commands of revoked partitions are dropped: the process that has the partition
         decides them.
         """
-        taken: list[HeldCommands] = []
+        taken: list[WaitingCommands] = []
         room = most
         while self._waiting and room > 0:
             held = self._waiting[0]
@@ -201,14 +201,14 @@ class ShardBacklog:
                     taken.append(self._waiting.popleft())
                 break
             if len(held) > room:
-                taken.append(held.part(0, room))
-                self._waiting[0] = held.part(room, len(held))
+                taken.append(held.slice(0, room))
+                self._waiting[0] = held.slice(room, len(held))
                 break
             taken.append(self._waiting.popleft())
             room -= len(held)
         return taken
 
-    def done(self, done: Iterable[HeldCommands]) -> None:
+    def done(self, done: Iterable[WaitingCommands]) -> None:
         """Removes commands that are answered, or that another process decides."""
         for held in done:
             self.commands -= len(held)

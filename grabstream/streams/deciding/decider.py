@@ -38,12 +38,12 @@ from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.traces import traceparent_of, traces
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams import brokers
-from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, in_words, started
+from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, error_text, started
 from grabstream.streams.deciding.backlog import (
-    HeldCommands,
     OpenPartition,
     OpenRecords,
     ShardBacklog,
+    WaitingCommands,
 )
 from grabstream.streams.deciding.decoding import (
     Pace,
@@ -135,7 +135,7 @@ class Decider:
                     raise
                 # Commands that were read and not committed are delivered again.
                 pause = RETRY_SECONDS if not trouble.is_present else min(2 * pause, RETRY_SECONDS_MAX)
-                trouble.say(in_words(error))
+                trouble.say(error_text(error))
                 await asyncio.wait({stopping := asyncio.create_task(stop.wait())}, timeout=pause)
                 stopping.cancel()
 
@@ -180,12 +180,12 @@ def decider_group(topics: Topics, topic: str) -> str:
     return group if topic == topics.commands else f"{group}.operations"
 
 
-class _Decided(NamedTuple):
+class _DecidedCommands(NamedTuple):
     """Commands with their answers (none: unknown), and the reason, by its index, why a command was
     rejected as undecidable.
     """
 
-    held: HeldCommands
+    held: WaitingCommands
     answers: Sequence[Answer]
     undecidable: dict[int, str]
 
@@ -318,11 +318,11 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         rejected: list[Rejected] = []
         with_refusals: list[OpenRecords] = []
         for partition, records in fetched:
-            for run_records, grabs in self._in_runs(records):
+            for run_records, grabs in self._plain_groups(records):
                 if partition is None or partition.gone:
                     break
                 if grabs:
-                    self._take_run(partition, run_records, grabs)
+                    self._take_plain_group(partition, run_records, grabs)
                     await pace.step()
                     continue
                 for record in run_records:
@@ -348,11 +348,13 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         if fetched:
             self._progress.set()
 
-    def _in_runs(self, records: Sequence[Any]) -> Iterable[tuple[Sequence[Any], Sequence[Grab]]]:
+    def _plain_groups(self, records: Sequence[Any]) -> Iterable[tuple[Sequence[Any], Sequence[Grab]]]:
         """Groups the records; a group either consists of plain grabs, which only one topic takes, or not."""
         return plain_groups(records) if self._decider.takes_grabs else [(records, ())]
 
-    def _take_run(self, partition: OpenPartition, records: Sequence[Any], grabs: Sequence[Grab]) -> None:
+    def _take_plain_group(
+        self, partition: OpenPartition, records: Sequence[Any], grabs: Sequence[Grab]
+    ) -> None:
         """Takes records that each have one plain grab."""
         opened = partition.add(
             [record.offset for record in records],
@@ -379,7 +381,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         for at, command in enumerate(commands):
             by_shard.setdefault(self._shard(command.offer), []).append(at)
         for shard, chosen in by_shard.items():
-            held = HeldCommands(
+            held = WaitingCommands(
                 [commands[at] for at in chosen],
                 records,
                 [rows[at] for at in chosen],
@@ -454,7 +456,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         except Exception as error:
             if not is_trouble(error):
                 raise
-            log.info("before partitions were revoked: %s", in_words(error))
+            log.info("before partitions were revoked: %s", error_text(error))
         for partition in partitions:
             partition.gone = True
             del self._partitions[partition.source]
@@ -518,7 +520,7 @@ class _ShardDecider:
         self._progress = progress
         self._added = asyncio.Event()
 
-    def add(self, held: HeldCommands) -> None:
+    def add(self, held: WaitingCommands) -> None:
         """Adds commands of the shard."""
         self.backlog.add(held)
         self._added.set()
@@ -549,7 +551,7 @@ class _ShardDecider:
         finally:
             await end(calls)
 
-    async def _decide(self, held: list[HeldCommands]) -> None:
+    async def _decide(self, held: list[WaitingCommands]) -> None:
         began = time.perf_counter()
         try:
             decided = await self._call_gate(held)
@@ -583,7 +585,7 @@ class _ShardDecider:
         self._decider.decided += sum(map(len, held))
         self._progress.set()
 
-    async def _call_gate(self, held: Sequence[HeldCommands]) -> list[_Decided]:
+    async def _call_gate(self, held: Sequence[WaitingCommands]) -> list[_DecidedCommands]:
         undecidable: dict[int, str] = {}
         commands = [command for held_commands in held for command in held_commands.commands]
         answers = await self._decider.gate.decide(
@@ -596,11 +598,11 @@ class _ShardDecider:
         for held_commands in held:
             end = start + len(held_commands)
             aside = {index - start: why for index, why in undecidable.items() if start <= index < end}
-            decided.append(_Decided(held_commands, answers[start:end], aside))
+            decided.append(_DecidedCommands(held_commands, answers[start:end], aside))
             start = end
         return decided
 
-    async def _call_gate_alone(self, unit: HeldCommands) -> _Decided:
+    async def _call_gate_alone(self, unit: WaitingCommands) -> _DecidedCommands:
         """Decides one command or basket. After an error it is unknown whether its commands are decided: then
         they get no answer and are rejected, so that the other commands continue.
         """
@@ -609,8 +611,8 @@ class _ShardDecider:
         except Exception as error:
             if is_trouble(error):
                 raise
-            reason = f"it is unknown whether this command is decided: {in_words(error)}"
-            return _Decided(unit, (), dict.fromkeys(range(len(unit)), reason))
+            reason = f"it is unknown whether this command is decided: {error_text(error)}"
+            return _DecidedCommands(unit, (), dict.fromkeys(range(len(unit)), reason))
         return decided
 
 

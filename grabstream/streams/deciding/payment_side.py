@@ -29,7 +29,7 @@ from grabstream.models.payments import (
 )
 from grabstream.models.unique_names import check_names_once
 from grabstream.runtime.bounded_http import HEAD_BYTES_MAX, body_of, bounded_session
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import Trouble, error_text
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide, hold_ms_min, lead_ms
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class PaymentQueries:
             raise NoAnswer(f"no answer within {self._side.timeout_seconds:g} s") from None
         # A host that is not a DNS name raises ValueError.
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise NoAnswer(in_words(error)) from None
+            raise NoAnswer(error_text(error)) from None
         try:
             text = _decode_body(body).answer
             check_names_once(body)

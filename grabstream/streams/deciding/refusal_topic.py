@@ -13,7 +13,7 @@ from grabstream.models.outcomes import OUTCOME_NAMES
 from grabstream.models.refused import Refused, encode_refused
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams import brokers
-from grabstream.streams.clients import close, in_words
+from grabstream.streams.clients import close, error_text
 from grabstream.streams.topics import record_time_ms
 
 _HEADERS = [("content-type", b"application/json")]
@@ -44,7 +44,7 @@ class RefusalTopic:
             await self.close()
             if not is_trouble(error):
                 raise
-            raise OSError(f"Kafka: {in_words(error)}") from None
+            raise OSError(f"Kafka: {error_text(error)}") from None
 
     async def _start(self) -> None:
         producer = AIOKafkaProducer(**brokers.at(self._kafka, timeout_ms=8_000), linger_ms=20)

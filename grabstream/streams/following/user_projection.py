@@ -19,7 +19,7 @@ from psycopg import AsyncConnection, sql
 from grabstream.models.journal import Cursor
 from grabstream.projections import cursors
 from grabstream.projections.cursors import Apply
-from grabstream.projections.database.locks import Held, hold
+from grabstream.projections.database.locks import LockTaken, lock_or_raise
 from grabstream.projections.database.migrate import drop_statement, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import cursor_tables
@@ -113,7 +113,7 @@ class _UserProjector(Projector):
             await self._end("")
         return loaded
 
-    async def _save(self, group: Group) -> Group:
+    async def _in_transaction(self, group: Group) -> Group:
         connection = await self._connected()
         try:
             await write(connection, self.name, self._schema, group.moves, group.facts, self._apply)
@@ -287,8 +287,10 @@ async def rebuild(
         await connect(system.postgres, projection.schema) as writer,
     ):
         try:
-            await hold(control, f"grabstream-{building.schema}-building", f"rebuild of {projection.name}")
-        except Held as held:
+            await lock_or_raise(
+                control, f"grabstream-{building.schema}-building", f"rebuild of {projection.name}"
+            )
+        except LockTaken as held:
             raise CannotRun(f"{projection.name} is being rebuilt already: {held}") from None
         await control.execute("SELECT set_config('lock_timeout', %s, false)", (f"{LOCK_MS}ms",))
         for each in (projection, building, replaced):

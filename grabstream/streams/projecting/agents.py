@@ -46,12 +46,12 @@ COMMIT_SECONDS: Final = 5.0
 #: How long Faust's client waits for a request: longer than the 60 s that it allows a rebalance.
 REQUEST_SECONDS: Final = 90.0
 
-Step = Callable[[str], None]
+CrashStep = Callable[[str], None]
 
 
 def make_projectors(
     kafka: str, prefix: str, shards: int, postgres: str, schema: str, names: Sequence[str] = PROJECTIONS,
-    step: Step = lambda name: None, measures: WorkerMeasures | None = None,
+    step: CrashStep = lambda name: None, measures: WorkerMeasures | None = None,
 ) -> list[Projector]:  # fmt: skip
     """The projectors of these read models; not connected yet."""
     topics, measured = Topics(prefix), (measures or WorkerMeasures()).projections
@@ -173,7 +173,7 @@ async def run_projections(
     schema: str,
     stop: asyncio.Event,
     names: Sequence[str] = PROJECTIONS,
-    step: Step = lambda name: None,
+    step: CrashStep = lambda name: None,
     measures: WorkerMeasures | None = None,
 ) -> None:
     """Runs the app in this event loop until `stop` is set. When the app stalls or ends, a new one is started.

@@ -28,7 +28,7 @@ from grabstream.projections.database.sessions import connect, session_name
 from grabstream.projections.versions import NoReadModel, use_read_model
 from grabstream.runtime.traces import traces
 from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import Trouble, error_text
 from grabstream.streams.follower import Decoder, Follower, Group, next_chunk
 from grabstream.streams.journal import JournalReader, JournalRecord, open_reader
 from grabstream.streams.measures import ProjectionMeasures
@@ -71,15 +71,15 @@ class Projector:
     """Builds one read model. `put` queues records; `run` writes them until cancelled. No error makes it skip
     a record.
 
-    `_open`, `_save` and `_disconnect` determine where cursor and rows are stored: here in PostgreSQL, in one
-    transaction.
+    `_open`, `_in_transaction` and `_disconnect` determine where cursor and rows are stored: here in
+    PostgreSQL, in one transaction.
     """
 
     #: The number of events after which a transaction is written, if more wait.
     group_events_max: int = 16_000
 
     #: Errors that are caused by a record. They would happen again, so its shard stops before the record.
-    refusals: tuple[type[Exception], ...] = (
+    record_errors: tuple[type[Exception], ...] = (
         psycopg.IntegrityError, psycopg.DataError,
         ArithmeticError, AttributeError, LookupError, TypeError, ValueError, msgspec.MsgspecError,
     )  # fmt: skip
@@ -136,10 +136,10 @@ class Projector:
             while True:
                 try:
                     async with open_reader(self._kafka, self._journal) as reader:
-                        await self._carry_all(reader)
+                        await self._write_queue(reader)
                 except (Exception, asyncio.CancelledError) as error:
                     if is_trouble(error):
-                        self._trouble.say(in_words(error))
+                        self._trouble.say(error_text(error))
                         await self._pause(RETRY_SECONDS)
                     elif isinstance(error, asyncio.CancelledError):
                         raise
@@ -148,7 +148,7 @@ class Projector:
         finally:
             await self._disconnect()
 
-    async def _carry_all(self, reader: JournalReader) -> None:
+    async def _write_queue(self, reader: JournalReader) -> None:
         while True:
             items = self._to_catch_up or await self._next_items()
             if items and self._gathers(items[0]):
@@ -158,7 +158,7 @@ class Projector:
             # Faust acknowledges queued records, also those not written yet: the cursor says where to resume.
             self._to_catch_up = _catch_up(items)
             self._writing_since = time.monotonic()
-            await self._carry(items, reader)
+            await self._write_with_retries(items, reader)
             self._gather_seconds = min(max(self.seconds_writing(), GATHER_SECONDS_MIN), GATHER_SECONDS_MAX)
             self._to_catch_up, self._writing_since, self._pause_seconds = [], None, RETRY_SECONDS
 
@@ -171,7 +171,7 @@ class Projector:
         """
         self.measures.failures += 1
         if (error := sys.exception()) is not None:
-            self._trouble.note(in_words(error))
+            self._trouble.note(error_text(error))
         log.critical(
             "projection %s: unknown error; trying again in %.1f s",
             self.name,
@@ -208,7 +208,7 @@ class Projector:
         except TimeoutError:
             return []
 
-    async def _carry(self, items: list[JournalRecord | CatchUp], reader: JournalReader) -> None:
+    async def _write_with_retries(self, items: list[JournalRecord | CatchUp], reader: JournalReader) -> None:
         """Writes the items; retries for as long as PostgreSQL or Kafka is down."""
         pause = RETRY_SECONDS
         while True:
@@ -216,7 +216,7 @@ class Projector:
                 await self._connected()
                 # Resumed shards are added to the items, so that a retry includes them.
                 items = [*items, *await self._resumed()]
-                await self._process(items, reader)
+                await self._group_records(items, reader)
                 self._trouble.over()
                 self.waits_for = ""
                 return
@@ -343,8 +343,8 @@ class Projector:
 
     # -- records ---------------------------------------------------------------------------------------------
 
-    async def _process(self, items: Sequence[JournalRecord | CatchUp], reader: JournalReader) -> None:
-        follower = Follower(self._write, self.group_events_max)
+    async def _group_records(self, items: Sequence[JournalRecord | CatchUp], reader: JournalReader) -> None:
+        follower = Follower(self._write_group, self.group_events_max)
         waits: NoReadModel | None = None
         placed: set[int] = set()
         for item in items:
@@ -364,7 +364,7 @@ class Projector:
                 placed.add(item.shard)
             await self._read_journal(follower, item.shard, to_offset, reader)
             if isinstance(item, JournalRecord):
-                await self._follow(follower, item)
+                await self._add_record(follower, item)
         await follower.flush()
         if waits is not None:
             raise waits
@@ -386,9 +386,9 @@ class Projector:
         cursor = follower.cursor(shard) or self._position(shard)
         async for records in reader.read(shard, cursor.next_offset, to_offset):
             for record in records:
-                await self._follow(follower, record)
+                await self._add_record(follower, record)
 
-    async def _follow(self, follower: Follower, record: JournalRecord) -> None:
+    async def _add_record(self, follower: Follower, record: JournalRecord) -> None:
         """Takes the events of a record; stops its shard if the record contradicts the cursor."""
         if self._is_paused(record.shard):
             return
@@ -417,10 +417,10 @@ class Projector:
 
     # -- transactions ----------------------------------------------------------------------------------------
 
-    async def _write(self, group: Group) -> None:
+    async def _write_group(self, group: Group) -> None:
         try:
-            await self._commit(group)
-        except self.refusals:
+            await self._commit_group(group)
+        except self.record_errors:
             await self._write_record_by_record(group)
 
     async def _write_record_by_record(self, group: Group) -> None:
@@ -430,13 +430,13 @@ class Projector:
                 if self._is_paused(shard):
                     break
                 try:
-                    await self._commit(Group([chunk]))
+                    await self._commit_group(Group([chunk]))
                 except psycopg.Error as error:
-                    if not isinstance(error, self.refusals):
+                    if not isinstance(error, self.record_errors):
                         raise
                     await self._stop(shard, chunk.before, f"PostgreSQL refuses its events: {error}")
                     break
-                except self.refusals as error:
+                except self.record_errors as error:
                     log.critical("projection %s: shard %d", self.name, shard, exc_info=True)
                     await self._stop(
                         shard,
@@ -445,9 +445,9 @@ class Projector:
                     )
                     break
 
-    async def _commit(self, group: Group) -> None:
+    async def _commit_group(self, group: Group) -> None:
         began = time.perf_counter()
-        group = await self._save(group)
+        group = await self._in_transaction(group)
         seconds = time.perf_counter() - began
         self.measures.transaction_seconds.observe(seconds)
         if (traced := traces()) is not None:
@@ -464,7 +464,7 @@ class Projector:
         self.measures.events += after.seq - before.seq
         self.measures.seqs[shard] = after.seq
 
-    async def _save(self, group: Group) -> Group:
+    async def _in_transaction(self, group: Group) -> Group:
         """Writes the group; returns what of it is written."""
         connection = await self._connected()
         async with connection.transaction():

@@ -30,7 +30,7 @@ from grabstream.projections.tables import set_aside
 from grabstream.runtime.ending import end
 from grabstream.runtime.trouble import is_trouble, suppressed_trouble
 from grabstream.streams import brokers
-from grabstream.streams.clients import Trouble, close, in_words
+from grabstream.streams.clients import Trouble, close, error_text
 from grabstream.streams.follower import GROUP_EVENTS_MAX, Chunk, Group
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import RETRY_SECONDS, RETRY_SECONDS_MAX, CatchUp, Projector
@@ -127,7 +127,7 @@ class Publisher(Projector):
         self._producer, self._own_producers = None, {}
         await asyncio.gather(*(close(producer.stop()) for producer in producers))
 
-    async def _save(self, group: Group) -> Group:
+    async def _in_transaction(self, group: Group) -> Group:
         """Writes the events of each shard; returns the group without the shards that are paused now."""
         connection = await self._connected()
         sending = {
@@ -251,7 +251,7 @@ class _ShardTrouble:
 
     async def pause(self, error: BaseException) -> None:
         """Reports a failed attempt, and waits until the next one is due."""
-        self._trouble.say(in_words(error))
+        self._trouble.say(error_text(error))
         await asyncio.sleep(self._seconds)
         self._seconds = min(self._seconds * 2, RETRY_SECONDS_MAX)
 

@@ -54,7 +54,7 @@ from grabstream.projections.tables import set_aside
 from grabstream.projections.tables.set_aside import SetAsideRecord
 from grabstream.runtime.ending import first_to_end, running
 from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import Trouble, error_text
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Verifier:
                 # and `doctor` reports that.
                 if not (is_trouble(error) or isinstance(error, psycopg.Error | LookupError)):
                     raise
-                trouble.say(in_words(error))
+                trouble.say(error_text(error))
                 await _pause(stop, RETRY_SECONDS)
 
     async def _run(self, stop: asyncio.Event, trouble: Trouble) -> None:
@@ -209,7 +209,7 @@ class Verifier:
             except BaseException as error:
                 if not (is_trouble(error) or isinstance(error, psycopg.Error)):
                     raise
-                trouble.say(in_words(error))
+                trouble.say(error_text(error))
                 # A shard whose server hangs does not delay the others.
                 shard = (shard + 1) % self._keys.shards
 

@@ -23,7 +23,7 @@ from grabstream.projections.versions import NoReadModel, writable_versions
 from grabstream.runtime.ending import running
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.clients import in_words
+from grabstream.streams.clients import error_text
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import Projector
 from grabstream.streams.projecting.publisher import (
@@ -132,7 +132,7 @@ async def _watch(
         except BaseException as error:
             if is_trouble(error):
                 # A server is down: no projector can make progress, and each logs that itself.
-                log.info("watchdog: %s", in_words(error))
+                log.info("watchdog: %s", error_text(error))
                 lagging.clear()
                 await asyncio.sleep(POLL_SECONDS)
             elif isinstance(error, Exception):

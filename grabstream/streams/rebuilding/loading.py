@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from grabstream.models.journal import Cursor
 from grabstream.runtime.collecting import collect_rarely
-from grabstream.streams.clients import in_words
-from grabstream.streams.rebuilding.reading import RebuildRefused
+from grabstream.streams.clients import error_text
+from grabstream.streams.rebuilding.reading import RebuildStopped
 
 POLL_SECONDS: Final = 0.2
 
@@ -25,33 +25,33 @@ POLL_SECONDS: Final = 0.2
 Load = Callable[..., Coroutine[Any, Any, None]]
 
 
-def deal(work: Mapping[int, int], jobs: int) -> list[list[int]]:
+def distribute(work: Mapping[int, int], jobs: int) -> list[list[int]]:
     """Distributes shards, given their numbers of events, to `jobs` processes: the largest first, each to the
     process with the fewest events.
     """
-    hands: list[list[int]] = [[] for _ in range(min(jobs, len(work)))]
+    shard_groups: list[list[int]] = [[] for _ in range(min(jobs, len(work)))]
     for shard in sorted(work, key=lambda shard: -work[shard]):
-        min(hands, key=lambda hand: sum(work[dealt] for dealt in hand)).append(shard)
-    return hands
+        min(shard_groups, key=lambda group: sum(work[dealt] for dealt in group)).append(shard)
+    return shard_groups
 
 
 async def in_processes(
     load: Load,
     arguments: Sequence[Any],
     targets: Mapping[int, Cursor],
-    hands: Sequence[Sequence[int]],
+    shard_groups: Sequence[Sequence[int]],
     update_progress: Callable[[], Any],
 ) -> None:
-    """Runs `load(*arguments, targets)` in one process for each hand of shards, and `update_progress` from
+    """Runs `load(*arguments, targets)` in one process for each group of shards, and `update_progress` from
     time to time, until all have ended.
 
-    Raises RebuildRefused with the error of a process that failed. Then, and when cancelled, it ends the other
+    Raises RebuildStopped with the error of a process that failed. Then, and when cancelled, it ends the other
     processes.
     """
     tasks: dict[asyncio.Task[None], Process] = {}
     try:
-        for hand in hands:
-            process = await _start(load, (*arguments, {shard: targets[shard] for shard in hand}))
+        for group in shard_groups:
+            process = await _start(load, (*arguments, {shard: targets[shard] for shard in group}))
             tasks[asyncio.create_task(_done(process))] = process
         working = set(tasks)
         while working:
@@ -83,10 +83,10 @@ async def _start(load: Load, arguments: Sequence[Any]) -> Process:
 
 
 async def _done(process: Process) -> None:
-    """Waits for the end of a process; raises RebuildRefused with its error if it failed."""
+    """Waits for the end of a process; raises RebuildStopped with its error if it failed."""
     output, _ = await process.communicate()
     if process.returncode:
-        raise RebuildRefused(
+        raise RebuildStopped(
             output.decode()
             or f"a loading process ended with code {process.returncode}; the same command resumes"
         )
@@ -98,7 +98,7 @@ def _main() -> None:
     try:
         asyncio.run(load(*arguments, require_parent(parent)))
     except Exception as error:
-        sys.stdout.write(str(error) if isinstance(error, RebuildRefused) else in_words(error))
+        sys.stdout.write(str(error) if isinstance(error, RebuildStopped) else error_text(error))
         sys.exit(1)
 
 

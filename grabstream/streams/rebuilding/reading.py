@@ -26,11 +26,11 @@ AUDIT_LAG_SECONDS: Final = 5.0
 POLL_SECONDS: Final = 0.05
 
 
-class RebuildRefused(Exception):
+class RebuildStopped(Exception):
     """A rebuild cannot or should not be done; the text states the reason and the fix."""
 
 
-class UnreadableSource(RebuildRefused):
+class UnreadableSource(RebuildStopped):
     """The source contradicts itself, or lacks events that the rebuild needs; the text states where."""
 
 

@@ -29,7 +29,7 @@ from grabstream.projections import cursors, versions
 from grabstream.projections.account_sums import AccountSums
 from grabstream.projections.checking.difference import TableDifference, compare
 from grabstream.projections.cursors import Apply, CursorMoved
-from grabstream.projections.database.locks import Held, hold
+from grabstream.projections.database.locks import LockTaken, lock_or_raise
 from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
@@ -40,8 +40,8 @@ from grabstream.projections.tables.set_aside import SetAsideRecord
 from grabstream.projections.versions import Version
 from grabstream.streams.follower import GROUP_EVENTS_MAX, Chunk, Follower, Group
 from grabstream.streams.history.stores import Store
-from grabstream.streams.rebuilding.loading import deal, in_processes
-from grabstream.streams.rebuilding.reading import RebuildRefused, RebuildSource, Servers, open_rebuild_source
+from grabstream.streams.rebuilding.loading import distribute, in_processes
+from grabstream.streams.rebuilding.reading import RebuildSource, RebuildStopped, Servers, open_rebuild_source
 from grabstream.streams.rebuilding.switching import Busy, Switch, cursors_of
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ LOCK_PATIENCE_SECONDS: Final = 2.0
 
 
 class RebuildProgress(NamedTuple):
-    """The progress of a build in a step: events done of `total`, and events per second."""
+    """The progress of a build in a phase: events done of `total`, and events per second."""
 
-    step: str
+    phase: str
     done: int = 0
     total: int = 0
     rate: float = 0.0
@@ -71,7 +71,7 @@ class RebuildProgress(NamedTuple):
 
 ReportRebuild = Callable[[RebuildProgress], None]
 #: Called with the name of each step; crash tests end the process there.
-Step = Callable[[str], None]
+CrashStep = Callable[[str], None]
 
 
 class _ShardGroup(Group):
@@ -104,13 +104,13 @@ class Rebuild:
 
     def __init__(
         self, where: Servers, projection: str, control: AsyncConnection[Any], writer: AsyncConnection[Any],
-        report: ReportRebuild = lambda progress: None, step: Step = lambda name: None, jobs: int = 1,
+        report: ReportRebuild = lambda progress: None, step: CrashStep = lambda name: None, jobs: int = 1,
     ) -> None:  # fmt: skip
         self._where = where
         self._projection = projection
         self._model = READ_MODELS[projection]
         #: Reads the live version and locks its cursors. The writer's unqualified names mean the new version.
-        self._control = control
+        self._lock_connection = control
         self._writer = writer
         self._report = report
         self._step = step
@@ -122,10 +122,10 @@ class Rebuild:
     # -- building --------------------------------------------------------------------------------------------
 
     async def live(self) -> Version:
-        """The live version; raises RebuildRefused if there is none."""
-        version = await versions.in_state(self._control, self._where.schema, self._projection, "live")
+        """The live version; raises RebuildStopped if there is none."""
+        version = await versions.in_state(self._lock_connection, self._where.schema, self._projection, "live")
         if version is None:
-            raise RebuildRefused(
+            raise RebuildStopped(
                 f"{self._projection} has no live version in schema {self._where.schema}: run `grabstream "
                 "init`"
             )
@@ -133,11 +133,13 @@ class Rebuild:
 
     async def is_lost(self, version: Version) -> bool:
         """Whether the tables of a version are gone."""
-        return bool(await versions.lost(self._control, [version]))
+        return bool(await versions.lost(self._lock_connection, [version]))
 
     async def begun(self, source: str, skips_set_aside: bool) -> Version | None:
         """An unfinished build that can be resumed: of this code's definition, from the same source."""
-        version = await versions.in_state(self._control, self._where.schema, self._projection, "building")
+        version = await versions.in_state(
+            self._lock_connection, self._where.schema, self._projection, "building"
+        )
         wanted = (definition_of(self._projection).number, source, skips_set_aside)
         if (
             version is None
@@ -148,16 +150,16 @@ class Rebuild:
         return version
 
     async def in_state(self, state: str) -> Version:
-        """The version in a state, `building` or `previous`; raises RebuildRefused if there is none."""
-        version = await versions.in_state(self._control, self._where.schema, self._projection, state)
+        """The version in a state, `building` or `previous`; raises RebuildStopped if there is none."""
+        version = await versions.in_state(self._lock_connection, self._where.schema, self._projection, state)
         if version is None:
             words = "previous version to return to" if state == "previous" else "unfinished build"
-            raise RebuildRefused(f"{self._projection} has no {words}")
+            raise RebuildStopped(f"{self._projection} has no {words}")
         return version
 
     async def set_aside(self) -> list[SetAsideRecord]:
         """The records that were set aside for the live version."""
-        return await set_aside.load(self._control, self._projection)
+        return await set_aside.load(self._lock_connection, self._projection)
 
     async def events(self) -> int:
         """The number of events of the live version, over all shards."""
@@ -167,7 +169,7 @@ class Rebuild:
         """Builds a new version, or resumes a build, until it is complete and close to the live one; returns
         it.
         """
-        await versions.sweep(self._control, self._where.schema, self._projection)
+        await versions.sweep(self._lock_connection, self._where.schema, self._projection)
         skips = source.skips_set_aside
         building = await self.begun(source.name, skips) or await self._begin(source.name, skips)
         await self._use(building)
@@ -175,8 +177,8 @@ class Rebuild:
             if building.phase == "loading":
                 await self._load(source, self._live_cursors)
                 building = await self._finish(building)
-            await self._follow(source, await self._live_cursors())
-        except RebuildRefused as error:
+            await self._catch_up(source, await self._live_cursors())
+        except RebuildStopped as error:
             lacking = 0 if skips else len(await self.set_aside())
             if not lacking:
                 raise
@@ -185,14 +187,14 @@ class Rebuild:
                 if lacking == 1
                 else f"{lacking} records were set aside that are"
             )
-            raise RebuildRefused(
+            raise RebuildStopped(
                 f"{error}. For the live version, {records} read again now: --skip-set-aside skips them"
             ) from None
         return building
 
-    async def restore(self, source: RebuildSource, patience_seconds: float) -> Version:
+    async def rebuild_lost(self, source: RebuildSource, patience_seconds: float) -> Version:
         """Builds a new version up to the source's end and shows it, if the live version's tables are gone."""
-        await versions.sweep(self._control, self._where.schema, self._projection)
+        await versions.sweep(self._lock_connection, self._where.schema, self._projection)
         building = await self.begun(source.name, source.skips_set_aside) or await self._begin(
             source.name, source.skips_set_aside
         )
@@ -202,7 +204,7 @@ class Rebuild:
             ends_of_source = {shard: await source.end(shard) for shard in range(self._where.shards)}
             if None in ends_of_source.values():
                 # The audit trail has no offsets; it ends at the cursors of its read model.
-                trail = await versions.in_state(self._control, self._where.schema, "audit", "live")
+                trail = await versions.in_state(self._lock_connection, self._where.schema, "audit", "live")
                 assert trail is not None
                 return await self._cursors_of(trail)
             return {shard: end for shard, end in ends_of_source.items() if end is not None}
@@ -212,28 +214,30 @@ class Rebuild:
             building = await self._finish(building)
 
         async def near() -> None:
-            await self._follow(source, await ends())
+            await self._catch_up(source, await ends())
 
-        async def reach(held: Mapping[int, Cursor]) -> None:
+        async def reach(locked_cursors: Mapping[int, Cursor]) -> None:
             """Does nothing: no worker writes the live version."""
 
-        await Switch(self._control, self._where.schema, None, building, near, reach, False, self._wait).run(
-            patience_seconds
-        )
+        await Switch(
+            self._lock_connection, self._where.schema, None, building, near, reach, False, self._wait
+        ).run(patience_seconds)
         return building._replace(state="live", phase="agreed")
 
     async def _live_cursors(self) -> dict[int, Cursor]:
         return await self._cursors_of(await self.live())
 
     async def _begin(self, source: str, skips_set_aside: bool) -> Version:
-        stale = await versions.in_state(self._control, self._where.schema, self._projection, "building")
+        stale = await versions.in_state(
+            self._lock_connection, self._where.schema, self._projection, "building"
+        )
         if stale is not None:
             log.warning(
                 "%s was begun with another definition, from another source, with another --skip-set-aside, "
                 "or its tables are gone: starting again",
                 stale.schema,
             )
-            await versions.discard(self._control, self._where.schema, stale)
+            await versions.discard(self._lock_connection, self._where.schema, stale)
         async with self._writer.transaction():
             return await versions.create(
                 self._writer,
@@ -261,7 +265,7 @@ class Rebuild:
                 seconds, work = time.process_time() - began, self._events_to(targets)
                 left = sum(work.values())
                 if left and seconds / (before - left) * left > PROCESSES_SECONDS_MIN:
-                    await self._load_in_processes(source, targets, deal(work, self._jobs))
+                    await self._load_in_processes(source, targets, distribute(work, self._jobs))
             await self._load_here(source, targets)
             if sum(self._events_to(await targets_now()).values()) < NEAR_EVENTS:
                 return
@@ -282,7 +286,7 @@ class Rebuild:
         await self._carry(source, targets, load, LOAD_EVENTS, "loading", events_max, new_group=new_group)
 
     async def _load_in_processes(
-        self, source: RebuildSource, targets: Mapping[int, Cursor], hands: list[list[int]]
+        self, source: RebuildSource, targets: Mapping[int, Cursor], shard_groups: list[list[int]]
     ) -> None:
         began, total = time.monotonic(), sum(target.seq for target in targets.values())
         first = sum(cursor.seq for cursor in self._cursors.values())
@@ -299,10 +303,10 @@ class Rebuild:
 
         try:
             await in_processes(
-                load_part,
+                load_some_shards,
                 (self._where, self._projection, source.name, source.skips_set_aside, source.archive),
                 targets,
-                hands,
+                shard_groups,
                 update_progress,
             )
         finally:
@@ -312,7 +316,7 @@ class Rebuild:
         """Loads some shards into the version that is being built; one of several processes calls this."""
         building = await self.begun(source.name, source.skips_set_aside)
         if building is None:
-            raise RebuildRefused(f"no version of {self._projection} is being built")
+            raise RebuildStopped(f"no version of {self._projection} is being built")
         await self._use(building)
         await self._load_here(source, targets)
 
@@ -328,7 +332,7 @@ class Rebuild:
                 await versions.complete(self._writer, self._projection, self._write_sums)
                 building = await versions.set_phase(self._writer, self._where.schema, building, "following")
         except (psycopg.IntegrityError, psycopg.DataError) as error:
-            raise RebuildRefused(
+            raise RebuildStopped(
                 f"PostgreSQL refuses the rows that were loaded into {building.schema}: {error}"
             ) from None
         self._step("rebuild.finished")
@@ -352,9 +356,9 @@ class Rebuild:
 
         async with asyncio.TaskGroup() as group:
             group.create_task(analyze(self._writer))
-            group.create_task(analyze(self._control))
+            group.create_task(analyze(self._lock_connection))
 
-    async def _follow(
+    async def _catch_up(
         self, source: RebuildSource, targets: Mapping[int, Cursor], frozen: bool = False
     ) -> None:
         await self._carry(source, targets, self._model.apply, GROUP_EVENTS_MAX, "following", frozen=frozen)
@@ -415,7 +419,7 @@ class Rebuild:
                 if passed := _between(skipped, shard, before, after):
                     await set_aside.carry_over(self._writer, passed)
         except (psycopg.IntegrityError, psycopg.DataError) as error:
-            raise RebuildRefused(
+            raise RebuildStopped(
                 f"shard {shard}, seq {before.seq + 1} to {after.seq}: PostgreSQL refuses its events: {error}"
             ) from None
         self._cursors[shard] = after
@@ -424,20 +428,20 @@ class Rebuild:
     # -- aligning and comparing ------------------------------------------------------------------------------
 
     async def _cursors_of(self, version: Version, lock: bool = False) -> dict[int, Cursor]:
-        return await cursors_of(self._control, version, lock)
+        return await cursors_of(self._lock_connection, version, lock)
 
     async def difference(self, source: RebuildSource, building: Version) -> list[TableDifference]:
         """Compares both versions at the same cursors. The live version is locked only while the new one
         catches up, not during the comparison.
         """
         live = await self.live()
-        await self._follow(source, await self._cursors_of(live))
+        await self._catch_up(source, await self._cursors_of(live))
         async with await connect(self._where.postgres, self._where.schema, autocommit=False) as snapshot:
             await snapshot.set_isolation_level(IsolationLevel.REPEATABLE_READ)
-            async with self._control.transaction():
-                held = await self._cursors_of(live, lock=True)
-                await self._follow(source, held)
-                _require_same(self._projection, held, self._cursors)
+            async with self._lock_connection.transaction():
+                locked_cursors = await self._cursors_of(live, lock=True)
+                await self._catch_up(source, locked_cursors)
+                _require_same(self._projection, locked_cursors, self._cursors)
                 # The first statement takes the snapshot in which all others read.
                 await snapshot.execute("SELECT 1")
             self._report(RebuildProgress("comparing"))
@@ -447,12 +451,12 @@ class Rebuild:
 
     async def agree(self, building: Version) -> Version:
         """Records that the differences are accepted: an interrupted switch need not compare again."""
-        return await versions.set_phase(self._control, self._where.schema, building, "agreed")
+        return await versions.set_phase(self._lock_connection, self._where.schema, building, "agreed")
 
     async def switch(
         self, source: RebuildSource, building: Version, keep: bool, patience_seconds: float
     ) -> Version:
-        """Shows the new version in one transaction; returns the one that was live. Raises RebuildRefused if
+        """Shows the new version in one transaction; returns the one that was live. Raises RebuildStopped if
         readers keep the views locked.
         """
         live = await self.live()
@@ -460,28 +464,28 @@ class Rebuild:
         async def near() -> None:
             # A version that lags behind the live one must not be shown, or readers would go back; one ahead
             # may.
-            await self._follow(source, await self._cursors_of(live))
+            await self._catch_up(source, await self._cursors_of(live))
             ends = {shard: await source.end(shard) for shard in self._cursors}
-            await self._follow(source, {shard: end for shard, end in ends.items() if end is not None})
+            await self._catch_up(source, {shard: end for shard, end in ends.items() if end is not None})
 
-        async def reach(held: Mapping[int, Cursor]) -> None:
-            await self._follow(source, held)
+        async def reach(locked_cursors: Mapping[int, Cursor]) -> None:
+            await self._catch_up(source, locked_cursors)
 
-        await Switch(self._control, self._where.schema, live, building, near, reach, keep, self._wait).run(
-            patience_seconds
-        )
+        await Switch(
+            self._lock_connection, self._where.schema, live, building, near, reach, keep, self._wait
+        ).run(patience_seconds)
         return live
 
     async def undo(
         self, source: RebuildSource, accept: bool, patience_seconds: float
     ) -> tuple[Version, Version]:
         """Shows the previous version again; returns the version that was live, and the one that is. Raises
-        RebuildRefused if readers would go back in time.
+        RebuildStopped if readers would go back in time.
         """
         live, previous = await self.live(), await self.in_state("previous")
         for version in (live, previous):
             if await self.is_lost(version):
-                raise RebuildRefused(
+                raise RebuildStopped(
                     f"the tables in schema {version.schema} are gone: run `grabstream rebuild "
                     f"{self._projection}`"
                 )
@@ -491,24 +495,24 @@ class Rebuild:
         # current by workers that have its code.
         frozen = ours and previous.definition == live.definition
 
-        async def follow(targets: Mapping[int, Cursor]) -> None:
+        async def catch_up(targets: Mapping[int, Cursor]) -> None:
             self._cursors = await cursors.load(self._writer, self._projection)
             try:
                 if ours:
-                    await self._follow(source, targets, frozen)
+                    await self._catch_up(source, targets, frozen)
             except CursorMoved as moved:
                 raise Busy(f"a worker keeps it current at the same time ({moved})") from None
 
         async def near() -> None:
-            await follow(await self._cursors_of(live))
+            await catch_up(await self._cursors_of(live))
 
-        async def reach(held: Mapping[int, Cursor]) -> None:
-            await follow(held)
+        async def reach(locked_cursors: Mapping[int, Cursor]) -> None:
+            await catch_up(locked_cursors)
             self._cursors = await cursors.load(self._writer, self._projection)
             lagging = [
-                f"shard {shard}: seq {self._cursors[shard].seq} of {held[shard].seq}"
-                for shard in held
-                if self._cursors[shard].seq < held[shard].seq
+                f"shard {shard}: seq {self._cursors[shard].seq} of {locked_cursors[shard].seq}"
+                for shard in locked_cursors
+                if self._cursors[shard].seq < locked_cursors[shard].seq
             ]
             if lagging and not accept:
                 raise Busy(
@@ -517,9 +521,9 @@ class Rebuild:
                     f"run workers of the release that has definition {previous.definition}, or --accept"
                 )
 
-        await Switch(self._control, self._where.schema, live, previous, near, reach, True, self._wait).run(
-            patience_seconds
-        )
+        await Switch(
+            self._lock_connection, self._where.schema, live, previous, near, reach, True, self._wait
+        ).run(patience_seconds)
         return live._replace(state="previous"), previous._replace(state="live")
 
     def _wait(self, reason: str) -> None:
@@ -529,9 +533,9 @@ class Rebuild:
 
     async def drop(self, state: str) -> Version | None:
         """Drops the version in a state, `building` or `previous`; returns it, None if there was none."""
-        version = await versions.in_state(self._control, self._where.schema, self._projection, state)
+        version = await versions.in_state(self._lock_connection, self._where.schema, self._projection, state)
         if version is not None:
-            await versions.discard(self._control, self._where.schema, version)
+            await versions.discard(self._lock_connection, self._where.schema, version)
         return version
 
 
@@ -554,20 +558,20 @@ def _between(
 def _require_same(projection: str, live: Mapping[int, Cursor], new: Mapping[int, Cursor]) -> None:
     for shard, cursor in live.items():
         if new[shard] != cursor:
-            raise RebuildRefused(
-                f"{projection}, shard {shard}: the live version is at {_in_words(cursor)}, the new one "
-                f"reached {_in_words(new[shard])}: "
+            raise RebuildStopped(
+                f"{projection}, shard {shard}: the live version is at {_cursor_text(cursor)}, the new one "
+                f"reached {_cursor_text(new[shard])}: "
                 "they are of different histories; `grabstream verify` shows which one the journal has"
             )
 
 
-def _in_words(cursor: Cursor) -> str:
+def _cursor_text(cursor: Cursor) -> str:
     return f"seq {cursor.seq}, hash {cursor.head.hex()[:12]}…, offset {cursor.next_offset}"
 
 
-async def load_part(
+async def load_some_shards(
     where: Servers, projection: str, source_name: str, skips_set_aside: bool, archive: Store | None,
-    targets: Mapping[int, Cursor], step: Step
+    targets: Mapping[int, Cursor], step: CrashStep
 ) -> None:  # fmt: skip
     """Loads some shards in a separate process, for a rebuild that another process controls and reports."""
     past = projection if skips_set_aside else None
@@ -596,10 +600,10 @@ async def open_rebuild(
     where: Servers,
     projection: str,
     report: ReportRebuild = lambda progress: None,
-    step: Step = lambda name: None,
+    step: CrashStep = lambda name: None,
     jobs: int = 1,
 ) -> AsyncIterator[Rebuild]:
-    """A rebuild with its connections, loading in `jobs` processes; raises RebuildRefused if another rebuild
+    """A rebuild with its connections, loading in `jobs` processes; raises RebuildStopped if another rebuild
     of the projection runs.
     """
     async with _connections(where) as (control, writer):
@@ -607,22 +611,22 @@ async def open_rebuild(
         try:
             yield Rebuild(where, projection, control, writer, report, step, jobs)
         except CursorMoved as moved:
-            raise RebuildRefused(f"{moved}: another process wrote it; the same command resumes") from None
+            raise RebuildStopped(f"{moved}: another process wrote it; the same command resumes") from None
 
 
 async def hold_projection(connection: AsyncConnection[Any], schema: str, projection: str, work: str) -> None:
     """Locks a projection until the connection ends, so that no other process makes, shows or drops versions
-    of it; raises RebuildRefused.
+    of it; raises RebuildStopped.
     """
     deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
     while True:
         try:
             # The session holds the lock, so it is released when the process ends, however it ends.
-            return await hold(connection, f"grabstream-rebuild-{schema}-{projection}", work)
-        except Held as held:
+            return await lock_or_raise(connection, f"grabstream-rebuild-{schema}-{projection}", work)
+        except LockTaken as held:
             if time.monotonic() > deadline:
-                raise RebuildRefused(f"another rebuild of {projection} is running: {held}") from None
+                raise RebuildStopped(f"another rebuild of {projection} is running: {held}") from None
         await asyncio.sleep(POLL_SECONDS)
 
 
-__all__ = ["Busy", "Rebuild", "RebuildProgress", "RebuildRefused", "Servers", "open_rebuild"]
+__all__ = ["Busy", "Rebuild", "RebuildProgress", "RebuildStopped", "Servers", "open_rebuild"]

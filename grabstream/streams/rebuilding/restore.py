@@ -41,7 +41,7 @@ from grabstream.models.transfers import transfers_of
 from grabstream.projections import versions
 from grabstream.projections.checking import trail
 from grabstream.projections.cursors import Fact
-from grabstream.projections.database.locks import Held, hold
+from grabstream.projections.database.locks import LockTaken, lock_or_raise
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS
@@ -52,7 +52,7 @@ from grabstream.streams.history.sources import AuditSource
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.journal_keys import journal_keys
 from grabstream.streams.projecting.publisher import Publisher, newest_cursor
-from grabstream.streams.rebuilding.reading import RebuildRefused, Servers, UnreadableSource
+from grabstream.streams.rebuilding.reading import RebuildStopped, Servers, UnreadableSource
 from grabstream.streams.rebuilding.rebuild import RebuildProgress, ReportRebuild, hold_projection
 from grabstream.streams.rebuilding.switching import LOCK_SECONDS
 from grabstream.streams.relaying.leases import text_of
@@ -131,7 +131,7 @@ class Restore:
     # -- planning --------------------------------------------------------------------------------------------
 
     async def plan(self) -> list[ShardPlan]:
-        """The plan of the restore. Raises RebuildRefused, which names what has more events than the audit
+        """The plan of the restore. Raises RebuildStopped, which names what has more events than the audit
         trail, or another history.
         """
         async with (
@@ -169,13 +169,13 @@ class Restore:
                     "--accept-loss gives up the events that the audit trail lacks: "
                     "read models and shards that have them are rebuilt without them"
                 )
-            raise RebuildRefused(
+            raise RebuildStopped(
                 "the journal cannot be restored without losing events:\n  " + "\n  ".join(problems)
             )
         return plans
 
     async def _existing(self, connection: AsyncConnection[Any]) -> list[Version]:
-        """The versions of read models that have tables. Raises RebuildRefused if the audit trail has none."""
+        """The versions of read models that have tables. Raises RebuildStopped if the audit trail has none."""
         existing = [
             version
             for version in await versions.versions(connection, self._where.schema)
@@ -183,7 +183,7 @@ class Restore:
         ]
         gone = await versions.lost(connection, existing)
         if any((version.projection, version.state) == ("audit", "live") for version in gone):
-            raise RebuildRefused(
+            raise RebuildStopped(
                 "the tables of the audit trail are gone "
                 f"({', '.join(version.schema for version in gone)}): restore their backup"
             )
@@ -192,12 +192,12 @@ class Restore:
     async def _shard_plan(
         self, connection: AsyncConnection[Any], events: JournalReader, shard: int, existing: Sequence[Version]
     ) -> ShardPlan:
-        """The state of a shard, before what is to be restored is known. Raises RebuildRefused while a worker
+        """The state of a shard, before what is to be restored is known. Raises RebuildStopped while a worker
         relays it.
         """
         holder = await self._redis.get(self._keys.shard(shard).lease)
         if holder is not None:
-            raise RebuildRefused(f"shard {shard} is relayed by {text_of(holder)}: stop the workers first")
+            raise RebuildStopped(f"shard {shard} is relayed by {text_of(holder)}: stop the workers first")
         cursors = [
             await _load_cursor(connection, version, shard)
             for version in existing
@@ -214,7 +214,7 @@ class Restore:
         published again, unless `republish` is set.
         """
         if self._republish and await reader.end(shard):
-            raise RebuildRefused(
+            raise RebuildStopped(
                 f"--republish: topic {self._events} is not empty; its events would be published twice"
             )
         # The journal that its offset belongs to is lost: the audit trail shows whether it is of this history.
@@ -230,7 +230,7 @@ class Restore:
     # -- restoring -------------------------------------------------------------------------------------------
 
     async def run(self, plans: Sequence[ShardPlan], report: ReportRebuild = lambda progress: None) -> int:
-        """Restores and anchors; returns the number of events written. Raises RebuildRefused if the chain of
+        """Restores and anchors; returns the number of events written. Raises RebuildStopped if the chain of
         the audit trail is broken.
         """
         progress = _Counter(
@@ -239,9 +239,9 @@ class Restore:
         async with await connect(self._where.postgres, self._where.schema) as connection:
             await use_schema(connection, self._where.schema)
             try:
-                await hold(connection, f"grabstream-restore-{self._where.schema}", "rebuild journal")
-            except Held as held:
-                raise RebuildRefused(f"the journal is being restored already: {held}") from None
+                await lock_or_raise(connection, f"grabstream-restore-{self._where.schema}", "rebuild journal")
+            except LockTaken as held:
+                raise RebuildStopped(f"the journal is being restored already: {held}") from None
             for projection in PROJECTIONS:
                 await hold_projection(connection, self._where.schema, projection, "rebuild journal")
             last: dict[int, tuple[Fact, Cursor]] = {}
@@ -300,9 +300,9 @@ class Restore:
                 else:
                     await versions.discard(connection, schema, version)
             except versions.ViewsInUse as error:
-                raise RebuildRefused(str(error)) from None
+                raise RebuildStopped(str(error)) from None
             except LockNotAvailable:
-                raise RebuildRefused(
+                raise RebuildStopped(
                     f"the views of {version.projection} are in use by open transactions: start again after "
                     "they have ended"
                 ) from None
@@ -328,7 +328,7 @@ class Restore:
             await run_script(self._redis, "anchor", [state], arguments)
         except ResponseError as error:
             if str(error).startswith("LOST"):
-                raise RebuildRefused(
+                raise RebuildStopped(
                     f"shard {plan.shard}: {error}: stop the workers, and start again"
                 ) from None
             raise
@@ -378,7 +378,7 @@ class _ShardWriter:
         except (Corrupt, Gap) as error:
             raise UnreadableSource(str(error)) from None
         if (self._cursor.seq, self._cursor.head) != (end.seq, end.head):
-            raise RebuildRefused(
+            raise RebuildStopped(
                 f"audit trail, shard {shard}: its events lead to seq {self._cursor.seq}, its cursor is at "
                 f"seq {end.seq}"
             )
@@ -425,7 +425,7 @@ async def _load_cursor(connection: AsyncConnection[Any], version: Version, shard
     ).format(table)
     row = await (await connection.execute(query, (version.projection, shard))).fetchone()
     if row is None:
-        raise RebuildRefused(
+        raise RebuildStopped(
             f"{version.schema} has no cursor of shard {shard}: GRAB_SHARDS differs from the system's "
             "number of shards"
         )
@@ -480,14 +480,14 @@ async def _problems(connection: AsyncConnection[Any], plan: ShardPlan, events: s
 
 
 async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) -> ShardPlan:
-    """The plan with the cursor and anchors of an interrupted attempt; raises RebuildRefused if the partition
+    """The plan with the cursor and anchors of an interrupted attempt; raises RebuildStopped if the partition
     contains events that no restore wrote.
 
     Markers of relays whose takeover failed are allowed. Their terms count, so the term of the restore is
     above them. `delete` is the command that deletes the topic.
     """
     if beginning := await reader.beginning(plan.shard):
-        raise RebuildRefused(
+        raise RebuildStopped(
             f"shard {plan.shard}: the journal begins at offset {beginning}, earlier records were deleted: "
             f"{delete}"
         )
@@ -498,7 +498,7 @@ async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) ->
                 for record in records:
                     block = reader.block(record)
                     if block.count and not cursor.ignores(block) and not block.owner.startswith(OWNER):
-                        raise RebuildRefused(
+                        raise RebuildStopped(
                             f"shard {plan.shard}: the journal contains events, seq {block.first_seq} to "
                             f"{block.last_seq} at offset {record.offset}. "
                             "If they are the truth, nothing has to be restored. If they are the rest of a "
@@ -508,11 +508,11 @@ async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) ->
                     if accepted and cursor.seq in plan.marks:
                         anchored[cursor.seq] = cursor
     except (Corrupt, Gap) as error:
-        raise RebuildRefused(
+        raise RebuildStopped(
             f"shard {plan.shard}: the interrupted restore cannot be continued ({error}): {delete}"
         ) from None
     if missing := sorted(seq for seq in plan.marks if seq <= cursor.seq and seq not in anchored):
-        raise RebuildRefused(
+        raise RebuildStopped(
             f"shard {plan.shard}: cursors have moved to seq {missing[0]} since the last attempt: {delete}"
         )
     return plan._replace(restored=cursor, anchored=anchored)
@@ -541,7 +541,7 @@ async def _anchor_read_models(
                 ),
             )
             if updated.rowcount != 1:
-                raise RebuildRefused(
+                raise RebuildStopped(
                     f"{version.schema}, shard {plan.shard}: the cursor moved: stop the workers, and start "
                     "again"
                 )

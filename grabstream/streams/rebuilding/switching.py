@@ -19,7 +19,7 @@ from grabstream.projections import versions
 from grabstream.projections.database.sessions import system_name
 from grabstream.projections.database.system import other_systems
 from grabstream.projections.versions import Version
-from grabstream.streams.rebuilding.reading import RebuildRefused
+from grabstream.streams.rebuilding.reading import RebuildStopped
 
 LOCK_SECONDS: Final = 2.0
 VIEWS_LOCK_MS: Final = 100
@@ -51,11 +51,11 @@ class Switch(NamedTuple):
     wait: Callable[[str], None]
 
     async def run(self, patience_seconds: float) -> None:
-        """Tries until it succeeds; raises RebuildRefused if readers or writers hold locks for longer."""
+        """Tries until it succeeds; raises RebuildStopped if readers or writers hold locks for longer."""
         deadline = time.monotonic() + patience_seconds
         while (reason := await self._try()) is not None:
             if time.monotonic() > deadline:
-                raise RebuildRefused(
+                raise RebuildStopped(
                     f"not switched within {patience_seconds:.0f} s: {reason}. No data is lost: repeat the "
                     "command to try again"
                 )
@@ -82,7 +82,7 @@ class Switch(NamedTuple):
         except Busy as busy:
             return str(busy)
         except versions.ViewsInUse as error:
-            raise RebuildRefused(str(error)) from None
+            raise RebuildStopped(str(error)) from None
         return None
 
     async def _set_lock_timeout(self, milliseconds: int) -> None:

@@ -34,7 +34,7 @@ from grabstream.lua.running import run_script
 from grabstream.runtime.ending import END_SECONDS_MAX, end
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import Trouble, error_text
 from grabstream.streams.relaying.announcing import Announcing, RelayedShards
 from grabstream.streams.relaying.relay import Duty
 from grabstream.streams.relaying.shares import Overload, Worker, takers
@@ -326,7 +326,7 @@ class Leases:
         except BaseException as error:
             if not is_trouble(error):
                 raise
-            log.warning("returning the lease of shard %d: %s", shard, in_words(error))
+            log.warning("returning the lease of shard %d: %s", shard, error_text(error))
 
     # -- passing on ------------------------------------------------------------------------------------------
 

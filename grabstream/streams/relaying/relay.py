@@ -27,7 +27,7 @@ from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.traces import traces
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams import brokers
-from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, in_words, started
+from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, error_text, started
 from grabstream.streams.journal import JournalReader, term_of
 from grabstream.streams.journal_keys import Signer, journal_keys
 from grabstream.streams.measures import RelayMeasures
@@ -64,7 +64,7 @@ FENCED_RETRY_SECONDS: Final = 10.0
 LIBRARY_RETRY_SECONDS: Final = 60.0
 
 #: Called with the name of each step; crash tests end the process there.
-Step = Callable[[str], None]
+CrashStep = Callable[[str], None]
 #: Opens a consumer of the shard's partition, given the ms that Kafka holds a fetch at its end.
 OpenConsumer = Callable[[int], AbstractAsyncContextManager[AIOKafkaConsumer]]
 
@@ -102,7 +102,7 @@ class ShardRelay:
         journal: str,
         sealer: Sealer,
         block_events_max: int = 1000,
-        step: Step = lambda name: None,
+        step: CrashStep = lambda name: None,
         snapshots: Snapshots | None = None,
         report: Callable[[Recovered], Any] | None = None,
         progress: Callable[[int], None] = lambda applied: None,
@@ -148,9 +148,9 @@ class ShardRelay:
             except BaseException as error:
                 if not is_trouble(error):
                     raise
-                self.state = f"retrying: {in_words(error)}"
+                self.state = f"retrying: {error_text(error)}"
                 self._measures.ended["trouble"] += 1
-                self._trouble.say(in_words(error))
+                self._trouble.say(error_text(error))
                 await asyncio.sleep(self._pause_seconds)
                 self._pause_seconds = min(self._pause_seconds * 2, RETRY_SECONDS_MAX)
 

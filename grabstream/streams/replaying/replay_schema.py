@@ -19,7 +19,7 @@ from psycopg import AsyncConnection, sql
 from grabstream.models.journal import Cursor
 from grabstream.projections import cursors
 from grabstream.projections.cursors import Fact
-from grabstream.projections.database.locks import Held, hold, release
+from grabstream.projections.database.locks import LockTaken, lock_or_raise, release
 from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.migrate import drop_statement, use_schema
 from grabstream.projections.database.sessions import connect
@@ -177,8 +177,8 @@ async def open_schema(
     async with await connect(postgres, system) as connection:
         if not temporary:
             try:
-                await hold(connection, _lock(schema), f"replay into {schema}")
-            except Held as held:
+                await lock_or_raise(connection, _lock(schema), f"replay into {schema}")
+            except LockTaken as held:
                 raise ReplayRefused(f"schema {schema} is being written by another replay: {held}") from None
         exists = await check_schema(connection, schema, system, definition)
         await connection.execute("SELECT set_config('grabstream.replay', %s, false)", (schema,))
@@ -275,7 +275,7 @@ async def temporary_schema(postgres: str, system: str) -> AsyncIterator[str]:
     async with await connect(postgres, system) as connection:
         await connection.execute("SELECT set_config('lock_timeout', %s, false)", (f"{DROP_LOCK_MS}ms",))
         await _drop_leftovers(connection, start)
-        await hold(connection, _lock(schema), f"at in {schema}")
+        await lock_or_raise(connection, _lock(schema), f"at in {schema}")
         try:
             yield schema
         finally:
@@ -287,8 +287,8 @@ async def _drop_leftovers(connection: AsyncConnection[Any], start: str) -> None:
         "SELECT nspname FROM pg_namespace WHERE starts_with(nspname, %s)", (start,)
     )
     for (schema,) in await rows.fetchall():
-        with suppress(Held):
-            await hold(connection, _lock(schema), f"at removes {schema}")
+        with suppress(LockTaken):
+            await lock_or_raise(connection, _lock(schema), f"at removes {schema}")
             try:
                 # Checked under the lock: no process creates or keeps the schema now.
                 if await _is_temporary(connection, schema):

@@ -9,7 +9,7 @@ from typing import Any, Final
 from psycopg import AsyncConnection
 
 from grabstream.crypto.sealing import Sealer
-from grabstream.projections.database.locks import Held, hold
+from grabstream.projections.database.locks import LockTaken, lock_or_raise
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import bound_locks, connect, open_pool
 from grabstream.projections.tables import webhooks as stored
@@ -80,8 +80,8 @@ class Webhooks:
         """Returns when the session holds the lock of the worker that delivers."""
         while True:
             try:
-                await hold(connection, f"grabstream-webhooks-{self._schema}", "webhooks")
-            except Held:
+                await lock_or_raise(connection, f"grabstream-webhooks-{self._schema}", "webhooks")
+            except LockTaken:
                 await asyncio.sleep(seconds_to_tick(POLL_SECONDS))
             else:
                 return

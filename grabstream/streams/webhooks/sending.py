@@ -27,7 +27,7 @@ from grabstream.projections.tables.webhooks import Delivery, Webhook
 from grabstream.runtime.bounded_http import AnswerTooLong, bounded_session
 from grabstream.runtime.ending import end
 from grabstream.runtime.trouble import is_trouble
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import Trouble, error_text
 from grabstream.streams.webhooks.addresses import BadUrl, RefusedAddress, check_url, checked_socket
 from grabstream.streams.webhooks.messages import SEALED_FOR, body_of, headers_of
 
@@ -249,7 +249,7 @@ class Sender:
         except BaseException as error:
             # If it was sent, this is not recorded: the event is sent again, under the same id.
             if is_trouble(error):
-                self._trouble.say(in_words(error))
+                self._trouble.say(error_text(error))
             elif isinstance(error, Exception):
                 log.critical("webhook %s: unknown error", receiver.webhook.webhook, exc_info=True)
             else:
@@ -343,7 +343,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 def _words(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no complete answer within the time limit"
-    return in_words(error)
+    return error_text(error)
 
 
 def _cut(text: str) -> str:

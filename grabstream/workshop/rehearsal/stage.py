@@ -27,7 +27,7 @@ from grabstream.projections.versions import drop_all
 from grabstream.runtime.trouble import is_trouble
 from grabstream.settings import Settings, child_environment
 from grabstream.streams import brokers
-from grabstream.streams.clients import in_words, started
+from grabstream.streams.clients import error_text, started
 from grabstream.streams.topics import Topics, retention_ms
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ async def _try_to_remove(
             if not left:
                 log.warning(
                     "the %s of the rehearsal, with the prefix and schema %s, are not removed: %s",
-                    what, settings.prefix, in_words(error),
+                    what, settings.prefix, error_text(error),
                 )  # fmt: skip
                 return
         await asyncio.sleep(REMOVAL_PAUSE_SECONDS)

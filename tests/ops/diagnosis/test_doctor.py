@@ -27,9 +27,9 @@ from grabstream.models.commands import Grab, Open
 from grabstream.models.journal import Cursor, parse_block
 from grabstream.models.offers import StockTerms
 from grabstream.ops.commands.read.status import read as read_status
-from grabstream.ops.diagnosis import books, core, machine, topics
-from grabstream.ops.diagnosis.books import BookReadings, LostDecisions
+from grabstream.ops.diagnosis import core, database_checks, machine, topics
 from grabstream.ops.diagnosis.core import CoreReadings, ShardReadings
+from grabstream.ops.diagnosis.database_checks import BookReadings, LostDecisions
 from grabstream.ops.diagnosis.examination import (
     CHECKS,
     CONDITIONS_CHECK,
@@ -179,7 +179,7 @@ async def test_doctor_names_what_waits_after_the_worker_has_stopped(
         (core, "HOLD_LATE_MS"),
         (core, "SWEEP_LATE_MS"),
         (topics, "LATE_MS"),
-        (books, "LATE_MS"),
+        (database_checks, "LATE_MS"),
     ):
         monkeypatch.setattr(module, name, 100)
     working = worker(system, "decide,relay,sweep")
@@ -277,7 +277,7 @@ async def test_a_read_model_does_not_lag_behind_blocks_that_do_not_count(
 
     async def next_offsets() -> list[int]:
         async with started(AIOKafkaConsumer(bootstrap_servers=system.kafka)) as consumer:
-            lags = (await books.read_lags(system, readings, consumer))["ledger"]
+            lags = (await database_checks.read_lags(system, readings, consumer))["ledger"]
         return [lag.next_offset for lag in lags]
 
     await journal.marker(2, "b")
@@ -392,7 +392,7 @@ async def test_a_lost_journal_leads_every_finding_to_the_restore(
     """The journal is deleted, empty, or has only markers of relays that could not take over: every finding
     names the restore, and shards fenced for this reason share one finding.
     """
-    monkeypatch.setattr(books, "LATE_MS", 0)
+    monkeypatch.setattr(database_checks, "LATE_MS", 0)
     everything = worker(system)
     await take_parts(system, "a")
     assert everything.stop() == 0
@@ -477,8 +477,8 @@ def test_a_journal_that_lost_its_end_is_deleted_before_the_restore(settings: Set
     """The restore deletes the rest of the journal, so the audit trail must have read it."""
     positions = {"ledger": {0: Cursor(9), 1: Cursor(3)}, "audit": {0: Cursor(8), 1: Cursor(3)}}
     readings = BookReadings(0, None, True, [], positions, [], [], [], {}, LostDecisions(0, 0, None), [])
-    assert not books.journal_lost({0: 9, 1: 4}, {0: 9, 1: 4}, readings, settings)
-    [lost] = books.journal_lost({0: 5, 1: 4}, {0: 10, 1: 4}, readings, settings)
+    assert not database_checks.journal_lost({0: 9, 1: 4}, {0: 9, 1: 4}, readings, settings)
+    [lost] = database_checks.journal_lost({0: 5, 1: 4}, {0: 10, 1: 4}, readings, settings)
     assert lost.what.startswith("shard 0: Kafka has lost 5 events that the read models or Redis have")
     assert lost.command == f"{delete_command(settings.kafka, Topics(settings.prefix).journal)} && {RESTORE}"
     assert "before the restore, let the audit trail read the rest of shard 1" in lost.means
@@ -487,7 +487,7 @@ def test_a_journal_that_lost_its_end_is_deleted_before_the_restore(settings: Set
 def test_a_command_names_the_table_of_a_schema_that_is_a_reserved_word(settings: Settings) -> None:
     settings = settings.model_copy(update={"schema_": "order"})
     readings = BookReadings(0, None, True, [], {}, [], [], [], {}, LostDecisions(1, 1, None), [])
-    [lost] = books.lost_decisions(readings, settings)
+    [lost] = database_checks.lost_decisions(readings, settings)
     assert """ -c 'TABLE "order"."lost_decisions"'""" in str(lost.command)
 
 

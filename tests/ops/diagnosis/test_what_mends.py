@@ -3,7 +3,7 @@
 import pytest
 from pydantic import SecretStr
 
-from grabstream.ops.diagnosis import books, seal_keys
+from grabstream.ops.diagnosis import database_checks, seal_keys
 from grabstream.ops.diagnosis.seal_keys import SealKeyReadings
 from grabstream.projections.tables.seal_keys import SealKey, Uses
 from grabstream.settings import Settings
@@ -30,4 +30,4 @@ def test_old_seal_key_is_retired_only_when_no_offer_needs_it(
 def test_read_model_with_a_wrong_row_is_rebuilt_and_accepted() -> None:
     """A rebuild without --accept is refused where rows differ, and these do."""
     for kind in ("ledger", "accounts", "balances", "heads"):
-        assert "--accept` then repairs them" in books._DIFFERENCES[kind]
+        assert "--accept` then repairs them" in database_checks._DIFFERENCES[kind]

@@ -9,7 +9,7 @@ from aiokafka import TopicPartition
 
 from grabstream.models.commands import Grab, basket_of
 from grabstream.streams.deciding import backlog
-from grabstream.streams.deciding.backlog import HeldCommands, OpenPartition, OpenRecords, ShardBacklog
+from grabstream.streams.deciding.backlog import OpenPartition, OpenRecords, ShardBacklog, WaitingCommands
 
 PARTITION = TopicPartition("t.commands", 3)
 
@@ -24,7 +24,7 @@ def grabs(names: str) -> list[Grab]:
 
 def held(
     partition: OpenPartition, names: str, first_offset: int = 0, command_bytes: int = 10
-) -> HeldCommands:
+) -> WaitingCommands:
     """Commands, each in its own record; baskets are one record."""
     commands = grabs(names)
     has_basket = any(map(basket_of, commands))
@@ -33,10 +33,10 @@ def held(
     offsets = range(first_offset, first_offset + max(rows) + 1)
     records = partition.add(offsets, [b"key%d" % offset for offset in offsets])
     records.open += len(commands)
-    return HeldCommands(commands, records, rows, indexes, command_bytes, has_basket)
+    return WaitingCommands(commands, records, rows, indexes, command_bytes, has_basket)
 
 
-def ids(parts: Sequence[HeldCommands]) -> list[str]:
+def ids(parts: Sequence[WaitingCommands]) -> list[str]:
     return [command.id for part in parts for command in part.commands]
 
 
@@ -67,9 +67,9 @@ def test_calls_have_the_commands_in_order_and_whole_records_of_baskets(
 
 def test_parts_of_commands_know_their_records() -> None:
     partition = OpenPartition(PARTITION)
-    position, index = held(partition, "abcd", first_offset=7).part(1, 4).position(2)
+    position, index = held(partition, "abcd", first_offset=7).slice(1, 4).position(2)
     assert (position, index) == (("t.commands", 3, 10, b"key10"), 0)
-    position, index = held(partition, "ab11", first_offset=20).part(2, 4).position(1)
+    position, index = held(partition, "ab11", first_offset=20).slice(2, 4).position(1)
     assert (position, index) == (("t.commands", 3, 20, b"key20"), 3)
 
 

@@ -23,9 +23,9 @@ from grabstream.projections.versions import Version, use_version, versions
 from grabstream.settings import Settings, child_environment, load_settings
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.rebuilding import rebuild
-from grabstream.streams.rebuilding.loading import deal, in_processes
+from grabstream.streams.rebuilding.loading import distribute, in_processes
 from grabstream.streams.rebuilding.reading import open_rebuild_source
-from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildRefused, open_rebuild
+from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildStopped, open_rebuild
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
 from grabstream.workshop.rehearsal.run import open_books
 from grabstream.workshop.rehearsal.stage import take_down
@@ -262,7 +262,7 @@ async def test_an_interrupted_rebuild_continues(booked: Settings) -> None:
     task = asyncio.create_task(rebuilt(booked, "ledger", report=stop_soon))
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert [progress.step for progress in seen] == ["loading"] * 4
+    assert [progress.phase for progress in seen] == ["loading"] * 4
     assert (seen[0].done, seen[0].total) == (GRANTS + 1, booked.shards * (GRANTS + 1))
     begun = await version_in(booked, "ledger", "building")
     assert begun.phase == "loading"
@@ -446,7 +446,7 @@ async def test_a_rebuild_refuses_a_journal_that_lost_records_and_reads_the_audit
         open_rebuild(elsewhere, "ledger") as work,
         open_rebuild_source("journal", elsewhere) as source,
     ):
-        with pytest.raises(RebuildRefused, match=r"shard 0: .*ends"):
+        with pytest.raises(RebuildStopped, match=r"shard 0: .*ends"):
             await work.build(source)
     await damage_ledger(booked, "UPDATE accounts_1 SET posted = 1 WHERE account = 'wallet:u3'")
     assert grabstream("rebuild", "ledger", "--from", "audit", "--accept", **env_of(booked)).returncode == 0
@@ -480,8 +480,8 @@ async def test_an_idle_worker_writes_the_new_version_after_a_switch(
 
 
 def test_deal_gives_processes_about_equal_numbers_of_events() -> None:
-    assert deal({0: 5, 1: 9, 2: 4, 3: 1}, 2) == [[1, 3], [0, 2]]
-    assert deal({0: 5}, 4) == [[0]]
+    assert distribute({0: 5, 1: 9, 2: 4, 3: 1}, 2) == [[1, 3], [0, 2]]
+    assert distribute({0: 5}, 4) == [[0]]
 
 
 @pytest.mark.long
@@ -511,7 +511,7 @@ async def test_a_rebuild_with_several_processes_makes_the_same_rows(
             f"UPDATE {ledger.schema}.projection_cursors SET next_offset = next_offset + 9 WHERE shard = "
             "2".encode()
         )
-    with pytest.raises(RebuildRefused, match="shard 2: it ends at offset 2, the live read model is at 11"):
+    with pytest.raises(RebuildStopped, match="shard 2: it ends at offset 2, the live read model is at 11"):
         await rebuilt(booked, "ledger", jobs=2)
     async with await open_books(booked) as books:
         await books.execute(
@@ -557,7 +557,7 @@ async def test_a_rebuild_refuses_a_live_version_of_another_history(booked: Setti
     async with await open_books(booked) as books:
         await books.execute(f"UPDATE {table} SET head = %s WHERE shard = 1".encode(), (b"\x01" * 32,))
         for source, reason in (("journal", "different histories"), ("audit", "another history")):
-            with pytest.raises(RebuildRefused, match=f"shard 1.*{reason}"):
+            with pytest.raises(RebuildStopped, match=f"shard 1.*{reason}"):
                 await rebuilt(booked, "ledger", source)
         await books.execute(f"UPDATE {table} SET head = %s WHERE shard = 1".encode(), (head,))
     assert (await version_in(booked, "ledger")).schema == ledger.schema

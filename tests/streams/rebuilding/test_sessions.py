@@ -15,7 +15,7 @@ from grabstream.models.commands import Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.initialization import make_system
 from grabstream.ops.verification.redis_keys import compares_keys
-from grabstream.projections.database.locks import Held, hold
+from grabstream.projections.database.locks import LockTaken, lock_or_raise
 from grabstream.projections.database.sessions import connect, session_name, system_name
 from grabstream.settings import Settings
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone, with_snapshot
@@ -161,13 +161,13 @@ async def test_a_session_is_named_after_its_system_whatever_the_dsn_says(system:
             await connect(named, schema) as connection,
             await connect(named, schema, "second") as second,
         ):
-            await hold(
+            await lock_or_raise(
                 connection, f"test-{system.schema_}", "work that is told in many words, since it is long"
             )
             [(now,)] = await rows(system, name_of.format(connection.info.backend_pid))
             assert now.startswith(f"{system_name(schema)}: process {os.getpid()}")
-            with pytest.raises(Held, match=f"process {os.getpid()}"):
-                await hold(second, f"test-{system.schema_}", "the same")
+            with pytest.raises(LockTaken, match=f"process {os.getpid()}"):
+                await lock_or_raise(second, f"test-{system.schema_}", "the same")
 
 
 def test_names_of_different_systems_and_works_differ() -> None:

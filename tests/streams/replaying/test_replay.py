@@ -29,7 +29,7 @@ from grabstream.ops.commands.read.at import at as at_verb
 from grabstream.ops.commands.rebuild.replay import replay as replay_verb
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.replay_request import request
-from grabstream.projections.database.locks import hold
+from grabstream.projections.database.locks import lock_or_raise
 from grabstream.settings import Settings, child_environment, load_settings
 from grabstream.streams.follower import Chunk
 from grabstream.streams.history.chunks import Point
@@ -515,7 +515,7 @@ async def test_a_second_replay_into_a_topic_is_refused(recorded: RecordedSystem,
     topic once.
     """
     async with await AsyncConnection.connect(recorded.settings.postgres) as other:
-        await hold(other, f"grabstream-replay-topic-{topic}", f"replay into {topic}")
+        await lock_or_raise(other, f"grabstream-replay-topic-{topic}", f"replay into {topic}")
         for words in ((), ("--append",)):
             done = recorded.replay("--into", f"topic:{topic}", *words)
             assert done.returncode == 1

@@ -16,7 +16,7 @@ from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.diagnosis.shards import read_shards
 from grabstream.ops.diagnosis.story import describe
 from grabstream.settings import Settings
-from grabstream.streams.clients import in_words
+from grabstream.streams.clients import error_text
 
 Row = dict[str, Any]
 
@@ -31,7 +31,7 @@ async def open_examiners(settings: Settings) -> AsyncIterator[Examiners]:
         try:
             return await read_shards(redis, keys, settings.shards), None
         except (RedisError, OSError, TimeoutError) as error:
-            return [], in_words(error)
+            return [], error_text(error)
 
     async def doctor() -> Row:
         found = as_json_of(await examine(settings))

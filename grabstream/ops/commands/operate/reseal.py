@@ -15,7 +15,7 @@ from grabstream.connections.user_keys import SEALED_FOR as USER_KEYS_SEALED_FOR
 from grabstream.crypto.sealing import CannotOpen, Sealer
 from grabstream.ops.console.arguments import require_id_alone
 from grabstream.ops.console.output import console, json_option, print_json, refuse, say, table
-from grabstream.ops.diagnosis.books import read_last_seqs
+from grabstream.ops.diagnosis.database_checks import read_last_seqs
 from grabstream.ops.diagnosis.seal_keys import uses_text
 from grabstream.projections import cursors
 from grabstream.projections.checking.snapshots import newest

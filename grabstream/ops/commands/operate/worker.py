@@ -65,14 +65,14 @@ from grabstream.runtime.ending import first_to_end, running
 from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.runtime.trouble import is_trouble
 from grabstream.settings import BadSettings, Settings, load_settings
-from grabstream.streams.clients import OUTAGES, Trouble, in_words
+from grabstream.streams.clients import OUTAGES, Trouble, error_text
 from grabstream.streams.journal_keys import journal_keys
 from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR
 from grabstream.streams.projecting.verifier import Verifier
 from grabstream.streams.relaying.announcing import RelayedShards
 from grabstream.streams.relaying.recovery import Recovered
-from grabstream.streams.relaying.relay import Step
+from grabstream.streams.relaying.relay import CrashStep
 from grabstream.streams.relaying.takeover import NO_KEY
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics
@@ -309,7 +309,7 @@ class Known:
             except BaseException as error:
                 if not is_trouble(error):
                     raise
-                log.info("checking which system this is: %s", in_words(error))
+                log.info("checking which system this is: %s", error_text(error))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds_to_tick(CHECK_AGAIN_SECONDS)):
                     await stop.wait()
@@ -355,7 +355,7 @@ async def _reached(settings: Settings, known: Known, decides: bool, stop: asynci
                 raise
             if isinstance(error, KafkaError | RedisError):
                 await raise_refusal(settings, error)
-            trouble.say(in_words(error))
+            trouble.say(error_text(error))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_SECONDS):
                     await stop.wait()
@@ -465,7 +465,7 @@ class WebhooksRole(NamedTuple):
         ).run(stop)  # fmt: skip
 
 
-def step_of(settings: Settings) -> Step:
+def step_of(settings: Settings) -> CrashStep:
     """For crash tests: GRAB_FAIL_AT=step or step:n kills the process (with :stop, stops it) when it reaches
     the step for the n-th time.
     """

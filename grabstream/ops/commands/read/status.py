@@ -31,7 +31,7 @@ from grabstream.projections.tables import set_aside, webhooks
 from grabstream.projections.versions import NoReadModel, lost, versions, writable_version
 from grabstream.settings import Settings, load_settings
 from grabstream.streams import brokers
-from grabstream.streams.clients import in_words, started
+from grabstream.streams.clients import error_text, started
 
 
 @click.command()
@@ -93,7 +93,7 @@ async def read(settings: Settings) -> dict[str, Any]:
         except (
             RedisError, KafkaError, OperationalError, InsufficientPrivilege, OSError, ConditionNotMet,
         ) as error:  # fmt: skip
-            readings["servers"][name] = in_words(error)
+            readings["servers"][name] = error_text(error)
             if name == "postgres":
                 readings |= dict.fromkeys(_BOOK_READINGS)
     return readings

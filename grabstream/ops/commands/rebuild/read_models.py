@@ -31,7 +31,7 @@ from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import NoReadModel
 from grabstream.runtime.collecting import collect_rarely
 from grabstream.settings import Settings, load_settings
-from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildRefused, open_rebuild
+from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildStopped, open_rebuild
 from grabstream.streams.rebuilding.restore import Restore
 from grabstream.streams.topics import Topics, create_topics
 
@@ -342,12 +342,12 @@ def _run_until_stopped(work: Coroutine[Any, Any, int]) -> NoReturn:
     collect_rarely()
     try:
         sys.exit(run_until_stopped(work, "repeat the command to continue"))
-    except (RebuildRefused, NoReadModel) as error:
+    except (RebuildStopped, NoReadModel) as error:
         refuse(error)
 
 
 def _show(line: ProgressLine, what: str, progress: RebuildProgress) -> None:
-    line(what, progress.step, progress.done, progress.total, progress.rate)
+    line(what, progress.phase, progress.done, progress.total, progress.rate)
 
 
 # -- running the steps ---------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ async def _each(
                 where_of(settings), projection, report, step_of(settings), call.jobs
             ) as control:
                 result = await work(await ModelRebuild.of(settings, projection, control))
-        except RebuildRefused as error:
+        except RebuildStopped as error:
             if not (results and call.as_json):
                 raise
             # Read models rebuilt before stay rebuilt, and the JSON output must contain them.

@@ -30,7 +30,7 @@ from grabstream.ops.formats.replay_request import (
     require_archive,
     source_option,
 )
-from grabstream.projections.database.locks import Held, hold
+from grabstream.projections.database.locks import LockTaken, lock_or_raise
 from grabstream.projections.database.sessions import connect
 from grabstream.runtime.collecting import collect_rarely
 from grabstream.settings import Settings, load_settings
@@ -466,8 +466,8 @@ async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
         return
     async with connection:
         try:
-            await hold(connection, f"grabstream-replay-topic-{topic}", f"replay into {topic}")
-        except Held as held:
+            await lock_or_raise(connection, f"grabstream-replay-topic-{topic}", f"replay into {topic}")
+        except LockTaken as held:
             raise ReplayRefused(f"topic {topic} is being written by another replay: {held}") from None
         yield
 

@@ -16,7 +16,7 @@ from grabstream.projections.definitions import definition_of
 from grabstream.projections.versions import Version
 from grabstream.settings import Settings
 from grabstream.streams.rebuilding.reading import RebuildSource, open_rebuild_source
-from grabstream.streams.rebuilding.rebuild import Rebuild, RebuildRefused
+from grabstream.streams.rebuilding.rebuild import Rebuild, RebuildStopped
 
 #: The versions that can be dropped, by name: their states.
 STATES: Final = {"previous": "previous", "unfinished": "building"}
@@ -53,7 +53,7 @@ class ModelRebuild(NamedTuple):
 
     @classmethod
     async def of(cls, settings: Settings, projection: str, control: Rebuild) -> "ModelRebuild":
-        """The rebuild of a read model; raises RebuildRefused if it has no live version."""
+        """The rebuild of a read model; raises RebuildStopped if it has no live version."""
         live = await control.live()
         return cls(settings, projection, control, live, await control.is_lost(live))
 
@@ -64,7 +64,7 @@ class ModelRebuild(NamedTuple):
         began = time.monotonic()
         async with self._events(source) as events:
             if self.is_lost:
-                new = await self.control.restore(events, how.patience_seconds)
+                new = await self.control.rebuild_lost(events, how.patience_seconds)
                 done = (
                     f"{new.schema} is live, rebuilt from the {source.name}: the tables in schema "
                     f"{self.live.schema} were gone"
@@ -169,18 +169,18 @@ class ModelRebuild(NamedTuple):
     async def _in_state(self, state: str) -> Version | None:
         try:
             return await self.control.in_state(state)
-        except RebuildRefused:
+        except RebuildStopped:
             return None
 
     def _require_tables(self) -> None:
         if self.is_lost:
-            raise RebuildRefused(
+            raise RebuildStopped(
                 f"the tables in schema {self.live.schema} are gone: run `grabstream rebuild "
                 f"{self.projection}` to rebuild them"
             )
 
     async def _complete(self) -> Version:
-        """The unfinished version, if it is complete; raises RebuildRefused otherwise."""
+        """The unfinished version, if it is complete; raises RebuildStopped otherwise."""
         self._require_tables()
         building = await self._in_state("building")
         if building is None:
@@ -191,7 +191,7 @@ class ModelRebuild(NamedTuple):
             lacking = f"{building.schema} is not complete"
         else:
             return building
-        raise RebuildRefused(f"{lacking}: run `grabstream rebuild build {self.projection}` first")
+        raise RebuildStopped(f"{lacking}: run `grabstream rebuild build {self.projection}` first")
 
     @asynccontextmanager
     async def _events(self, source: EventSource) -> AsyncIterator[RebuildSource]:

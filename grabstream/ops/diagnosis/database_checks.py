@@ -410,7 +410,7 @@ def models_of_another_release(readings: BookReadings, settings: Settings) -> lis
     ]  # fmt: skip
 
 
-def stopped(readings: BookReadings, settings: Settings) -> list[Finding]:
+def models_stopped(readings: BookReadings, settings: Settings) -> list[Finding]:
     """Read models that have stopped at a record of a shard that they cannot apply."""
     return [
         Finding(
