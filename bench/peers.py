@@ -38,10 +38,10 @@ from bench.serving import said
 from bench.stage import envelope, grabs, private_redis, server_seconds, system, taken_over_gate
 from bench.streaming import cpu_seconds, until_booked
 from grabstream.connections.opening import open_gate
-from grabstream.ops.commands.rebuild.read_models import few_collections
 from grabstream.ops.initialization import make_system
 from grabstream.projections import versions
 from grabstream.projections.database.sessions import system_name
+from grabstream.runtime.collecting import collect_rarely
 from grabstream.settings import load_settings
 from grabstream.workshop.rehearsal.stage import take_down
 
@@ -231,7 +231,7 @@ async def jobs(runs: int, count: int) -> dict[str, Any]:
 async def rebuilt(runs: int, count: int) -> dict[str, Any]:
     """Row `eventsourcing`: events a second from the stored events to a read model."""
     ours, theirs, our_cpu, their_cpu, server_cpu = [], [], [], [], []
-    few_collections()
+    collect_rarely()
     name = f"bench{secrets.token_hex(4)}"
     settings = load_settings().model_copy(update={"prefix": name, "schema_": name})
     events = count // settings.shards * settings.shards

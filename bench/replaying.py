@@ -15,9 +15,9 @@ from psycopg import AsyncConnection, sql
 from grabstream.connections.opening import where_of
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import GENESIS, Cursor, block_headers, chain, marker_headers
-from grabstream.ops.commands.rebuild.read_models import few_collections
 from grabstream.ops.initialization import make_system
 from grabstream.projections import versions
+from grabstream.runtime.collecting import collect_rarely
 from grabstream.settings import Settings, load_settings
 from grabstream.streams import brokers
 from grabstream.streams.rebuilding.reading import open_rebuild_source
@@ -85,7 +85,7 @@ async def replay(runs: int, count: int) -> dict[str, Any]:
     a row a grab without any logic.
     """
     ours, theirs = [], []
-    few_collections()
+    collect_rarely()
     name = f"bench{secrets.token_hex(4)}"
     settings = load_settings().model_copy(update={"prefix": name, "schema_": name})
     await make_system(settings)

@@ -8,7 +8,7 @@ from psycopg import AsyncConnection
 
 from grabstream.settings import Settings
 from grabstream.workshop.services.servers import PROJECT
-from tests.projections.test_reports import REFUSALS, connection, fill, rows
+from tests.projections.test_reports import REFUSALS, fill, rows
 from tests.support.random_history import random_history
 from tests.support.runs import as_lines
 

@@ -10,7 +10,7 @@ from psycopg import AsyncConnection
 from grabstream.models.runs import decode_line
 from grabstream.settings import Settings
 from grabstream.workshop.services.servers import PROJECT
-from tests.projections.test_reports import connection, fill
+from tests.projections.test_reports import fill
 from tests.support.projecting import SHARD
 from tests.support.random_history import NOW, random_history
 from tests.support.runs import as_runs
