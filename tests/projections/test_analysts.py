@@ -12,8 +12,6 @@ from tests.projections.test_reports import REFUSALS, fill, rows
 from tests.support.random_history import random_history
 from tests.support.runs import as_lines
 
-__all__ = ["connection"]
-
 PAGE = (PROJECT / "docs" / "storage.md").read_text()
 #: The offer and the user with the most rows.
 _OF_OFFER = "SELECT offer FROM {} GROUP BY offer ORDER BY count(*) DESC LIMIT 1"

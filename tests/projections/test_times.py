@@ -15,8 +15,6 @@ from tests.support.projecting import SHARD
 from tests.support.random_history import NOW, random_history
 from tests.support.runs import as_runs
 
-__all__ = ["connection"]
-
 SEQS = "SELECT * FROM seqs_between(%s, %s)"
 ALL_TRANSFERS = "SELECT * FROM transfers ORDER BY at, shard, seq, leg"
 #: The place of `at` among the columns of `transfers`.
