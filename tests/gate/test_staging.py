@@ -48,7 +48,7 @@ def parts_of(command: Open) -> bytes:
 @pytest.fixture(autouse=True)
 def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws the parts of each envelope once only: drawing takes longer than these tests."""
-    for module in ("gate.encoding", "streams.relaying.restoring"):
+    for module in ("gate.encoding", "streams.relaying.apply_arguments"):
         monkeypatch.setattr(f"grabstream.{module}.drawing_parts", _drawing)
 
 

@@ -101,7 +101,7 @@ def test_comparison_with_a_missing_key_names_the_key() -> None:
 
 def test_digest_does_not_cover_the_operator() -> None:
     assert ONE_KEY.digest(PAUSE) == ONE_KEY.digest(Pause(id="p", offer="o", operator="olga"))
-    assert ROTATED.matches(ONE_KEY.of(PAUSE), Pause(id="p", offer="o", operator="olga"))
+    assert ROTATED.matches(ONE_KEY.digest(PAUSE), Pause(id="p", offer="o", operator="olga"))
 
 
 def test_code_cannot_be_guessed_from_its_digest_without_the_key() -> None:

@@ -65,6 +65,8 @@ def test_grabs_of_a_user_are_single_events_or_runs_of_one_for_read_models() -> N
 class Runs:
     """A history of an opening and two runs of ten grabs, in two chunks; and what a replay writes of it."""
 
+    name = "journal"
+
     def __init__(self) -> None:
         self.lines = runs_of_ten()
         self.written: list[bytes] = []
