@@ -134,5 +134,5 @@ def test_parts_of_commands_that_were_checked_as_plain_grabs_are_so_too() -> None
     commands = held(OpenPartition(PARTITION), "abc")
     for are_plain in (False, True):
         commands.are_plain = are_plain
-        parts = [commands.slice(0, 1), commands.part(1, 3), *commands.units()]
+        parts = [commands.slice(0, 1), commands.slice(1, 3), *commands.units()]
         assert [part.are_plain for part in parts] == [are_plain] * 5
