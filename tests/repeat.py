@@ -43,7 +43,7 @@ def verdict(
         return 1, ["failed twice:", *names_of(again)]
     if code:
         return 1, [f"The repetition ended with {code}, and no test failed.", *names_of(first)]
-    lines = ["passed only when repeated: mend these tests, or move them to the long tier, in the next change"]
+    lines = ["passed only when repeated: fix these tests, or move them to the long tier, in the next change"]
     for failure in first:
         lines += [
             f"REPEATED {failure.nodeid} - {failure.assertion}",

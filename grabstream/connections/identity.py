@@ -29,12 +29,12 @@ NEW_JOURNAL: Final = "grabstream rebuild journal --from audit --new-journal"
 
 
 class OtherSystem(BadSettings):
-    """The settings mix two systems: `what` names both, `mend` the fix."""
+    """The settings mix two systems: `what` names both, `fix` says what to do."""
 
-    def __init__(self, what: str, mend: str) -> None:
-        super().__init__(f"{what}. {mend[0].upper()}{mend[1:]}")
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"{what}. {fix[0].upper()}{fix[1:]}")
         self.what = what
-        self.mend = mend
+        self.fix = fix
 
 
 class OtherJournal(OtherSystem):

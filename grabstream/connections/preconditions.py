@@ -44,10 +44,10 @@ class Unmet(NamedTuple):
 
     what: str
     means: str
-    mend: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.means}. Fix: {self.mend}"
+        return f"{self.what}: {self.means}. Fix: {self.fix}"
 
 
 class ConditionNotMet(BadSettings):

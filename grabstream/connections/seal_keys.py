@@ -14,12 +14,12 @@ from grabstream.settings import BadSettings, Settings
 
 
 class WrongSealKeys(BadSettings):
-    """The seal keys are not those of the system: `what` says which, `mend` the fix."""
+    """The seal keys are not those of the system: `what` says which, `fix` what to do."""
 
-    def __init__(self, what: str, mend: str) -> None:
-        super().__init__(f"GRAB_SEAL_KEYS: {what}. {mend[0].upper()}{mend[1:]}")
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"GRAB_SEAL_KEYS: {what}. {fix[0].upper()}{fix[1:]}")
         self.what = what
-        self.mend = mend
+        self.fix = fix
 
 
 async def require_seal_keys(connection: AsyncConnection[Any], settings: Settings) -> None:

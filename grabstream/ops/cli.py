@@ -62,7 +62,7 @@ GROUPS: Final = {
         "grants": ("operate.grants", "Print or give the least rights of each role on the three servers."),
         "reseal": ("operate.reseal", "Seal secrets with the newest seal key, and retire old keys."),
         "forget": ("operate.forget", "Make the personal data of a user unreadable, for good."),
-        "doctor": ("operate.doctor", "Show what is stuck, since when, and the command that mends it."),
+        "doctor": ("operate.doctor", "Show what is stuck, since when, and the command that fixes it."),
         "verify": ("operate.verify", "Compare books, audit trail and Redis with the journal."),
         "checkpoint": ("operate.checkpoint", "Write signed heads of all shards, to compare with later."),
         "dismiss": ("operate.doctor", "Dismiss a finding of the verifier, with its explanation."),

@@ -246,8 +246,8 @@ async def test_another_journal_of_the_same_name_is_refused_until_it_is_declared_
     for reason in ("no such topic exists", "the topic of that name has the id"):
         with pytest.raises(OtherJournal, match=reason) as refused:
             await check_system(system)
-        assert "set GRAB_KAFKA to the brokers that have it" in refused.value.mend
-        assert "rebuild journal --from audit --new-journal" in refused.value.mend
+        assert "set GRAB_KAFKA to the brokers that have it" in refused.value.fix
+        assert "rebuild journal --from audit --new-journal" in refused.value.fix
         with pytest.raises(OtherJournal, match=reason):
             await make_system(system)
         if reason == "no such topic exists":

@@ -733,7 +733,7 @@ def _has_verified(environment: dict[str, str]) -> bool:
 
 
 def _doctor_tells_a_missing_right_from_a_loss(worker: dict[str, str], gate: dict[str, str]) -> None:
-    """A topic that a login may not describe is not one that is lost: what mends a loss would do harm."""
+    """A topic that a login may not describe is not one that is lost: what fixes a loss would do harm."""
     allowed = json.loads(grabstream("doctor", "--json", **worker).stdout)
     assert allowed["servers"] == dict.fromkeys(("redis", "kafka", "postgres")), allowed
     done = grabstream("doctor", **(gate | {"kafka_username": "narrow_gate", "kafka_password": "secret"}))

@@ -254,13 +254,13 @@ def journal_keys_missing(readings: BookReadings, settings: Settings) -> list[Fin
     why = lacking(journal_keys(), readings.journal_keys)
     if not why:
         return []
-    what, _, mend = why.partition(". ")
+    what, _, fix = why.partition(". ")
     return [
         Finding(
             "stuck",
             what,
             "relays with these settings refuse their shards, and read models stop where that key signed",
-            f"{mend[0].lower()}{mend[1:]}   # docs/operating.md, Signing the journal",
+            f"{fix[0].lower()}{fix[1:]}   # docs/operating.md, Signing the journal",
         )
     ]
 

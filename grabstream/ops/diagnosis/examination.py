@@ -189,7 +189,7 @@ def _mixed_up(readings: Readings) -> list[Finding]:
     ):
         return []
     means = "every process refuses these settings, because it would change another system with them"
-    return [Finding("stuck", error.what, means, error.mend)]
+    return [Finding("stuck", error.what, means, error.fix)]
 
 
 def _not_verified(readings: Readings) -> list[Finding]:
@@ -226,8 +226,8 @@ def _conditions_not_met(readings: Readings) -> list[Finding]:
         stuck += enough_partitions(readings.topics.states, readings.settings)
         risks = loses_nothing(readings.topics.states, readings.settings)
     return [
-        *(Finding("stuck", one.what, one.means, one.mend) for one in stuck),
-        *(Finding("risk", one.what, one.means, one.mend) for one in risks),
+        *(Finding("stuck", one.what, one.means, one.fix) for one in stuck),
+        *(Finding("risk", one.what, one.means, one.fix) for one in risks),
     ]
 
 

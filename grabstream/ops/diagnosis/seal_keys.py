@@ -58,7 +58,7 @@ def wrong(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
         compare_first(Sealer.from_text(text).fingerprints, readings.known)
     except WrongSealKeys as error:
         means = "workers and gates with these settings refuse to start"
-        return [Finding("stuck", error.what, means, error.mend)]
+        return [Finding("stuck", error.what, means, error.fix)]
     return []
 
 
@@ -70,7 +70,7 @@ def old(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
     for key in readings.known:
         if not text or key.key_id == first or key.retired_at is not None:
             continue
-        what, mend = f"seal key {key.key_id} ", f"grabstream reseal --retire {key.key_id}"
+        what, fix = f"seal key {key.key_id} ", f"grabstream reseal --retire {key.key_id}"
         note = "docs/operating.md, A new seal key"
         if readings.uses is None:
             what += f"may still be needed: that could not be counted within {COUNT_SECONDS_MAX} s"
@@ -80,14 +80,14 @@ def old(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
             means = "every process must have the key until these have ended"
             if uses.envelopes or uses.code_lists:
                 # Retiring it would be refused.
-                mend = "grabstream reseal" if uses.webhooks or uses.user_keys else "nothing to do now"
+                fix = "grabstream reseal" if uses.webhooks or uses.user_keys else "nothing to do now"
                 note = f"retire the key when these offers have ended; {note}"
             else:
-                mend = f"grabstream reseal && {mend}"
+                fix = f"grabstream reseal && {fix}"
         else:
             what += "is no longer needed"
             means = "every process must have the key until it is retired"
-        findings.append(Finding("note", what, means, f"{mend}   # {note}"))
+        findings.append(Finding("note", what, means, f"{fix}   # {note}"))
     return findings
 
 

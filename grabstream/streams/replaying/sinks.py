@@ -163,13 +163,13 @@ class PacedSink:
         await self._sink.flush()
 
 
-def written_lines(file: Path, mend: bool = False) -> dict[int, int]:
+def written_lines(file: Path, fix: bool = False) -> dict[int, int]:
     """The last seq of each shard in a file of lines, without shards that have none. A line that was cut off
-    at the end, when a replay was killed, does not count; `mend` removes it. Raises ReplayRefused when the
+    at the end, when a replay was killed, does not count; `fix` is to remove it. Raises ReplayRefused when the
     file has other lines, and OSError.
     """
     found: dict[int, int] = {}
-    with file.open("r+b" if mend else "rb") as stream:
+    with file.open("r+b" if fix else "rb") as stream:
         whole = number = 0
         while line := stream.readline(FILE_LINE_BYTES_MAX):
             if not line.endswith(b"\n") and len(line) < FILE_LINE_BYTES_MAX:
@@ -177,7 +177,7 @@ def written_lines(file: Path, mend: bool = False) -> dict[int, int]:
                     raise ReplayRefused(
                         f"{file} ends with data that no replay has written: name another file"
                     )
-                if mend:
+                if fix:
                     stream.truncate(whole)
                 break
             number, whole = number + 1, whole + len(line)

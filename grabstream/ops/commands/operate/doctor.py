@@ -124,7 +124,7 @@ def _print(examination: Examination) -> None:
     for _, finding in by_severity(examination.findings):
         _say(finding.severity, finding.what, finding.since, examination.at)
         _detail("means", finding.means)
-        _detail("mend", finding.command)
+        _detail("fix", finding.command)
     if examination.not_checked:
         _line(Text(f"Not checked without these servers: {', '.join(examination.not_checked)}.", "dim"))
     if not examination.exit_code:
@@ -136,12 +136,12 @@ def _print_server(server: str, problem: str, now: int) -> None:
     if problem.startswith(NOT_ALLOWED):
         _say("risk", f"{name} cannot be examined", None, now)
         _detail("says", problem)
-        _detail("mend", "run doctor with the login of a worker (`grabstream grants`), or of an administrator")
+        _detail("fix", "run doctor with the login of a worker (`grabstream grants`), or of an administrator")
     else:
         _say("stuck", f"{name} does not answer", None, now)
         _detail("means", _MEANS[server])
         _detail("says", problem)
-        _detail("mend", f"start it (`grabstream up` for local servers), or correct {setting}")
+        _detail("fix", f"start it (`grabstream up` for local servers), or correct {setting}")
 
 
 def _say(severity: str, what: str, since: int | None, now: int) -> None:

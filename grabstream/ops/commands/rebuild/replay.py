@@ -423,7 +423,7 @@ async def _open_file(
         with file.open("ab") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Read while holding the lock, so that lines of an earlier replay are seen.
-            written = written_lines(file, mend=True)
+            written = written_lines(file, fix=True)
             if written and not resumes:
                 raise ReplayRefused(f"{file} has lines already: name another, remove it, or add --continue")
             if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
