@@ -14,6 +14,7 @@ from grabstream.crypto.sealing import Sealer
 from grabstream.crypto.tickets import TicketKeys, sign
 from grabstream.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
+from grabstream.models import digests
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
     Adjust,
@@ -233,6 +234,31 @@ async def test_a_plain_grab_is_repeated_for_its_offer_and_user_only(
     for more in ({"wait": True}, {"attributes": {"a": "1"}}, {"ticket": "x.y.z"}):
         [answer] = await gate.decide([Grab(id="g1", offer="o", user="ann", **more)], "decided")
         assert answer.outcome == "conflict", more
+    await gate.close()
+
+
+@pytest.mark.parametrize("recovered", [False, True])
+async def test_entries_of_equal_digests_are_compared_whole(
+    client: Any, prefix: str, recovered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No such pair of entries is known, so all digests are made equal here."""
+    monkeypatch.setattr(digests, "_text", lambda body, key=b"": "A" * 22)
+    first, other = adjusting(5, "approved"), adjusting(9_000_000, "not approved")
+    keys = KeySpace(prefix, 1)
+    await take_over(client, keys)
+    gate = gate_of(client, keys, {"old": OLD})
+    assert Sealer({"old": OLD}).digests.digest(first) == Sealer({"old": OLD}).digests.digest(other)
+    opening = Open(id="open", offer="o", terms=StockTerms(issuer="shop", total=1))
+    _, adjusted = await gate.decide([opening, first], "decided")
+    assert adjusted.outcome == "adjusted"
+    if recovered:
+        await gate.close()
+        lines, keys = await event_lines(client, keys, 0), KeySpace(f"{prefix}-recovered", 1)
+        await fold(client, keys.shard(0), lines, Sealer({"old": OLD}), 1)
+        gate = gate_of(client, keys, {"old": OLD})
+    again, refused = await gate.decide([first, other], "decided")
+    assert again == msgspec.structs.replace(adjusted, repeated=True)
+    assert refused.outcome == "conflict"
     await gate.close()
 
 

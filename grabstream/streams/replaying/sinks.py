@@ -165,8 +165,8 @@ class PacedSink:
 
 def written_lines(file: Path, fix: bool = False) -> dict[int, int]:
     """The last seq of each shard in a file of lines, without shards that have none. A line that was cut off
-    at the end, when a replay was killed, does not count; `fix` is to remove it. Raises ReplayRefused when the
-    file has other lines, and OSError.
+    at the end, when a replay was killed, does not count, and with `fix` it is removed. Raises ReplayRefused
+    when the file has other lines, and OSError.
     """
     found: dict[int, int] = {}
     with file.open("r+b" if fix else "rb") as stream:
