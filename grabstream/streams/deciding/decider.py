@@ -1,8 +1,8 @@
-"""The decider: reads commands from a topic, has the gate decide them, and writes answers to the results topic
-when they are journaled.
+"""The decider: reads commands from a topic, has the gate decide them, and writes answers to the topic of
+answers (`grab.results`) when they are journaled.
 
-A worker has two, one for each topic of commands, with a consumer and a backlog each: so no crowd of grabs
-delays a `pause`.
+A worker has two, one for `grab.commands` and one for `grab.operations`, with a consumer and a backlog each:
+so no crowd of grabs delays a `pause`.
 
 For each shard separately:
 
@@ -76,9 +76,9 @@ COMMIT_EVERY_SECONDS: Final = 0.1
 #: How often to check whether the positions of partitions have moved without a record, past the end of a
 #: transaction.
 POSITION_EVERY_SECONDS: Final = 5.0
-#: How long a revoked partition, or a decider that stops, waits for commands that are still being decided …
+#: How long a revoked partition, or a decider that stops, waits for commands that are still being decided.
 DRAIN_SECONDS_MAX: Final = 5.0
-#: … if any of them is decided within this time: shards that decide nothing are not waited for.
+#: It no longer waits when none of them was decided for this time: a shard may decide nothing.
 STANDS_STILL_SECONDS: Final = 1.0
 #: Offers whose deciding shard is remembered.
 SHARDS_KNOWN_MAX: Final = 100_000
@@ -181,8 +181,8 @@ def decider_group(topics: Topics, topic: str) -> str:
 
 
 class _DecidedCommands(NamedTuple):
-    """Commands with their answers (none: unknown), and the reason, by its index, why a command was
-    rejected as undecidable.
+    """Commands and their answers. `answers` is empty if the outcome is unknown. `undecidable` maps the index
+    of a rejected command to the reason.
     """
 
     held: WaitingCommands
@@ -251,7 +251,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         polling = self._polling = asyncio.timeout(None)
         try:
             async with polling:
-                # Cancelled, it takes no records.
+                # If the timeout cancels this, no record is taken.
                 fetched = await self._consumer.getmany(timeout_ms=wait_ms, max_records=POLL_RECORDS_MAX)
         except TimeoutError:
             if not polling.expired():
