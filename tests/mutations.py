@@ -71,6 +71,11 @@ _APPLIED: Final = _in(
     SCRIPTS, "test_events_are_applied_only_to_a_fenced_shard_directly_after_its_last_event[server]"
 )
 _LAYOUT: Final = _in(RECOVERY, "test_a_shard_of_a_newer_key_layout_is_left_to_the_newer_program")
+_EFFECTS: Final = _in(
+    "tests/gate/test_effects_that_held.py",
+    "test_it_is_lost_only_if_its_event_is[redeemed, and changed]",
+    "test_it_is_lost_if_only_an_earlier_event_is_recorded",
+)
 _ANOTHER: Final = _in(RECOVERY, "test_another_history_is_replaced_and_its_lost_decisions_are_reported")
 
 IDENTITIES: Final = "tests/lua/commands/test_identities.py"
@@ -630,6 +635,20 @@ MUTATIONS: Final = (
         "in await self._recorded(shard, command, answer)",
         "in [(answer.seq, answer.at)]",
         _ANOTHER,
+    ),
+    Mutation(
+        "a decided answer about an effect that already held",
+        "grabstream/gate/decided.py",
+        "answer.repeated and await self._has_effect(shard, command, answer, event)",
+        "False",
+        _EFFECTS,
+    ),
+    Mutation(
+        "a decided answer about an effect that was taken back",
+        "grabstream/gate/decided.py",
+        "recorded == event or recorded[0] > event[0]",
+        "True",
+        _EFFECTS,
     ),
     Mutation(
         "a decided answer that a further recovery takes back",

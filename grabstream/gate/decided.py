@@ -7,7 +7,8 @@ operator can tell the users. The others may still be only in Redis: they are kep
 journaled in the new history, or a further recovery loses them.
 
 Every answer that a caller got counts, also one that names an earlier event: a repeat may be the first that
-the caller gets, after a broken connection. A report is kept until it is written. Both are bounded: answers
+the caller gets, after a broken connection, and a command whose effect already held is answered with the event
+of another command. A report is kept until it is written. Both are bounded: answers
 beyond KEPT_ANSWERS_MAX are not followed, and reports beyond WAITING_REPORTS_MAX are in the log only; both are
 counted.
 """
@@ -16,14 +17,23 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from grabstream.gate.journaled import HistoryChanged, Journaled
-from grabstream.lua.keys import KeySpace
-from grabstream.lua.packed_values import read_answer, read_grab_of_part
+from grabstream.lua.keys import KeySpace, ShardKeys
+from grabstream.lua.packed_values import (
+    Damaged,
+    event_of_grab,
+    event_of_payment,
+    payment_fields,
+    read_answer,
+    read_grab_of_part,
+    read_order,
+)
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Grab
+from grabstream.models.commands import AnyCommand, Confirm, Grab, Redeem, Release, Unredeem
 from grabstream.models.identifiers import campaign_of
 from grabstream.runtime.ending import end
 from grabstream.runtime.measures import GateMeasures
@@ -207,8 +217,9 @@ class DecidedAnswers:
     async def _check(
         self, shard: int, kept: _DecidedList, history: int, told: set[tuple[str, int]]
     ) -> _DecidedList:
-        """After a recovery that led to a history: an answer that is no longer stored under its id is lost;
-        returns the others, for this history. If there is a further recovery meanwhile, `kept` as it is.
+        """After a recovery that led to a history: an answer whose event is recorded neither under its id nor
+        with what the command is about is lost; returns the others, for this history. If there is a further
+        recovery meanwhile, `kept` as it is.
 
         `told` has the command and the seq of what was reported: a command may be answered several times.
         """
@@ -216,7 +227,10 @@ class DecidedAnswers:
         for command, answer in zip(kept.commands, kept.answers, strict=True):
             if answer.seq is None:
                 continue
-            if (answer.seq, answer.at) in await self._recorded(shard, command, answer):
+            event = answer.seq, answer.at or 0
+            if event in await self._recorded(shard, command, answer) or (
+                answer.repeated and await self._has_effect(shard, command, answer, event)
+            ):
                 rest.append((command, answer))
             else:
                 lost.append(LostDecision(shard, command, answer))
@@ -247,6 +261,35 @@ class DecidedAnswers:
         if record := await self._read(keys.answers(campaign_of(offer)), field):
             recorded.append(read_answer(record))
         return recorded
+
+    async def _has_effect(
+        self, shard: int, command: AnyCommand, answer: Answer, event: tuple[int, int]
+    ) -> bool:
+        """Whether the effect that an answer reports is recorded with the grab, the order or the payment that
+        its command is about: by the event that the answer names, or by a later one, which has replaced it
+        there. The answer to a command whose effect already held names the event of another command, and is
+        not stored under its id.
+        """
+        with suppress(Damaged):
+            for recorded in await self._effects(self._keys.shard(shard), command, answer.code):
+                if recorded is not None and (recorded == event or recorded[0] > event[0]):
+                    return True
+        return False
+
+    async def _effects(self, keys: ShardKeys, command: AnyCommand, code: int) -> list[tuple[int, int] | None]:
+        """Seq and time of the last events with this outcome of what a command is about. Raises Damaged."""
+        offer = command.offer
+        if isinstance(command, Redeem | Unredeem):
+            order = await self._read(keys.orders(offer), f"{command.grab}/{command.order}")
+            return [read_order(order)] if order else []
+        if isinstance(command, Confirm) and command.payment is not None:
+            fields = payment_fields(command.payment, offer, command.grab, command.currency)
+            payments = [await self._read(keys.payments(campaign_of(offer)), field) for field in fields]
+            return [event_of_payment(record, offer, command.grab, code) for record in payments if record]
+        if isinstance(command, Confirm | Release):
+            grab = await self._read(keys.grabs(offer), command.grab)
+            return [event_of_grab(grab, code)] if grab else []
+        return []
 
     async def _read(self, key: str, field: str) -> bytes | None:
         """Reads a field of a hash, as soon as its server answers."""

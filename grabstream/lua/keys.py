@@ -181,6 +181,14 @@ class ShardKeys(NamedTuple):
         """Hash: the parts of an envelope by user, or the counters of an offer of pieces."""
         return self.offer_keys(offer)[OFFER_KEYS.index("users")]
 
+    def grabs(self, offer: str) -> str:
+        """Hash grab → record: the grabs of an offer of pieces."""
+        return self.offer_keys(offer)[OFFER_KEYS.index("grabs")]
+
+    def orders(self, offer: str) -> str:
+        """Hash `<grab>/<order>` → record: the used units of grabs of pieces, by order."""
+        return self.offer_keys(offer)[OFFER_KEYS.index("orders")]
+
     def offer_keys(self, offer: str) -> tuple[str, ...]:
         """The keys of one offer, in the order of OFFER_KEYS."""
         return _offer_keys(self, offer)
@@ -193,7 +201,11 @@ class ShardKeys(NamedTuple):
         """Hash id, of a grab of pieces `<offer>/<id>` → record: the answers of a campaign that have an event,
         but for those to grabs of envelopes.
         """
-        return self.campaign_keys(campaign)[0]
+        return self.campaign_keys(campaign)[CAMPAIGN_KEYS.index("answers")]
+
+    def payments(self, campaign: str) -> str:
+        """Hash field of a payment → record, see CAMPAIGN_KEYS."""
+        return self.campaign_keys(campaign)[CAMPAIGN_KEYS.index("payments")]
 
 
 class KeySpace(NamedTuple):

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
-from grabstream.models.identifiers import NO_OFFER, is_id
+from grabstream.models.identifiers import NO_OFFER, encoded_payment, is_id
+from grabstream.models.outcomes import Outcome
 
 #: Times in records count from 2020-01-01 UTC.
 EPOCH_MS: Final = 1_577_836_800_000
@@ -15,6 +16,10 @@ EPOCH_MS: Final = 1_577_836_800_000
 #: the grab's id, the id and its digest.
 _PART_BYTES: Final = (3, 6, 5)
 _AT_BYTES: Final = 5
+#: Bytes of the units, the seq and the time of an order.
+_ORDER_BYTES: Final = (6, 5, 5)
+#: Offer, grab, code, seq, time, quantity, paid and currency of a payment; a basket may follow.
+PAYMENT_FIELDS_MIN: Final = 8
 GRAB_FIELDS: Final = (
     "user", "place", "quantity", "held", "taken", "redeemed", "lapsed", "deadline", "grace", "extensions",
     "price", "status", "ended_seq",
@@ -94,6 +99,52 @@ def read_grab(record: bytes) -> dict[str, Any]:
     return grab | {"status": GRAB_STATES[grab["status"]]}
 
 
+def event_of_grab(record: bytes, code: int) -> tuple[int, int] | None:
+    """Returns seq and time (ms since 1970 UTC) of the last event that released, or that confirmed, a grab of
+    pieces, by the code of that outcome; None if there was none. Raises Damaged.
+    """
+    grab = read_grab(record)
+    if code == Outcome.released and grab["status"] == "released":
+        return _event(grab["ended_seq"], grab["ended_at"])
+    if code == Outcome.confirmed and grab["confirmed_seq"] != 0:
+        return _event(grab["confirmed_seq"], grab["confirmed_at"])
+    return None
+
+
+def _event(seq: Any, at: Any) -> tuple[int, int]:
+    if type(seq) is not int or type(at) is not int:
+        raise Damaged("the seq or the time of an event is not a number")
+    return seq, at
+
+
+def read_order(record: bytes) -> tuple[int, int]:
+    """Returns seq and time (ms since 1970 UTC) of the last event of an order. Raises Damaged."""
+    if len(record) != sum(_ORDER_BYTES):
+        raise Damaged(f"an order of {len(record)} bytes instead of {sum(_ORDER_BYTES)}")
+    units, seq, _ = _ORDER_BYTES
+    return (
+        int.from_bytes(record[units : units + seq], "big"),
+        int.from_bytes(record[units + seq :], "big") + EPOCH_MS,
+    )
+
+
+def payment_fields(payment: str, offer: str, grab: str, currency: str | None) -> list[str]:
+    """Returns the fields in which a payment for a grab may be recorded: its own, that of the grab in a
+    basket, and that of money beyond what is recorded (`payment_field` in includes/packed_values.lua).
+    """
+    field = encoded_payment(payment)
+    of_grab = f"{field}\n{offer}/{grab}"
+    return [field, of_grab, *([f"{of_grab}\n{currency}"] if currency else [])]
+
+
+def event_of_payment(record: bytes, offer: str, grab: str, code: int) -> tuple[int, int] | None:
+    """Returns seq and time (ms since 1970 UTC) of the event of a recorded payment, if it was for the grab and
+    had this outcome; else None. Raises Damaged.
+    """
+    fields = _fields_of_payment(record)
+    return _event(*fields[3:5]) if fields[:3] == [offer, grab, code] else None
+
+
 def _are_fields_of_grab(value: Any) -> bool:
     return isinstance(value, list) and 0 <= len(value) - len(GRAB_FIELDS) <= len(RARE_FIELDS)
 
@@ -138,10 +189,14 @@ def offer_of_answer(record: bytes, campaign: str) -> str:
 
 def offer_of_payment(record: bytes) -> str:
     """Returns the offer that a payment was for. Raises Damaged."""
+    return str(_fields_of_payment(record)[0])
+
+
+def _fields_of_payment(record: bytes) -> list[Any]:
     fields = _unpack(record)
-    if not isinstance(fields, list) or not fields:
+    if not isinstance(fields, list) or len(fields) < PAYMENT_FIELDS_MIN:
         raise Damaged("not a list of the fields of a payment")
-    return str(fields[0])
+    return fields
 
 
 def demand_row(field: bytes, count: bytes) -> tuple[int, int, str, int] | None:

@@ -1,5 +1,6 @@
 """Records in Redis that no script has written are reported as damaged; they never raise anything else."""
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from grabstream.lua import packed_values
 from grabstream.lua.packed_values import Damaged
+from grabstream.models.outcomes import Outcome
 
 packed = st.recursive(
     st.none() | st.integers(-(2**63), 2**63 - 1) | st.text() | st.binary(),
@@ -25,14 +27,23 @@ any_record = (
 @example(b"")
 @example(msgspec.msgpack.encode([None] * len(packed_values.GRAB_FIELDS)))
 @example(msgspec.msgpack.encode([[]] * len(packed_values.GRAB_FIELDS)))
+@example(msgspec.msgpack.encode(["offer", "grab", Outcome.confirmed, "seq", None, 1, 0, ""]))
 def test_any_bytes_are_read_or_damaged(record: bytes) -> None:
     packed_values.unpacked(record)
     packed_values.in_fields(record, record)
-    for read in (packed_values.read_grab, packed_values.read_part, packed_values.offer_of_payment):
+    readers: list[Callable[[bytes], object]] = [
+        packed_values.read_grab,
+        packed_values.read_part,
+        packed_values.read_order,
+        packed_values.offer_of_payment,
+        lambda record: packed_values.offer_of_answer(record, "campaign"),
+        lambda record: packed_values.event_of_grab(record, Outcome.released),
+        lambda record: packed_values.event_of_grab(record, Outcome.confirmed),
+        lambda record: packed_values.event_of_payment(record, "offer", "grab", Outcome.confirmed),
+    ]
+    for read in readers:
         with suppress(Damaged):
             read(record)
-    with suppress(Damaged):
-        packed_values.offer_of_answer(record, "campaign")
 
 
 @given(any_record, any_record)
