@@ -18,7 +18,7 @@ GRAB = {"type": "grab", "id": "a", "offer": "a", "user": "ann"}
     ("command", "words", "field"),
     [
         (OPEN | {"terms": TERMS | {"kind": "stok"}}, "one of envelope, coupon, stock", "terms.kind"),
-        (OPEN | {"terms": TERMS | {"limits": [{"by": "user", "per": "month", "max": 1}]}},
+        (OPEN | {"terms": TERMS | {"limits": [{"by": "user", "per": "fortnight", "max": 1}]}},
          "one of offer, hour, day, week", "terms.limits[0].per"),
         (OPEN | {"terms": TERMS | {"late": "never"}}, "one of refuse, grace, retake", "terms.late"),
         (OPEN | {"terms": TERMS | {"totl": 1}}, "the nearest is total", "terms.totl"),
