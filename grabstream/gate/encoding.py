@@ -1,8 +1,8 @@
 """Turns commands of one shard and type into keys and arguments of their script, and the script's rows into
 answers.
 
-All arguments are sent as one MessagePack string: packing thousands of single arguments would cost more than
-deciding the commands.
+The arguments are sent as one MessagePack string, because packing thousands of single ones would cost more
+than deciding the commands. Plain grabs of one offer also send two texts, with their ids and their users.
 """
 
 import secrets

@@ -323,8 +323,8 @@ class Gate:
         batch: PlainBatch | None = None,
     ) -> None:
         """Decides a single command as `decide` does, and calls `then` with its answer, or with what `decide`
-        would raise; at once if the command must not reach a script. `batch` is that of the command, if the
-        caller has made it.
+        would raise; at once if the command must not reach a script, or if the queue is full. `batch` is that
+        of the command, if the caller has made it.
         """
         if self._user_keys is not None and type(command) is Grab and command.metadata:
             task = asyncio.create_task(self._decide_sealed(command, then, promise, timeout_ms, from_system))
@@ -403,7 +403,8 @@ class Gate:
             self.measures.unknown += 1
 
     def _remember(self, number: int, entry: QueueEntry, promise: Promise) -> None:
-        """Keeps what a shard has decided until it is journaled, and a sample of its refusals."""
+        """Counts answers that no script gave; keeps `decided` answers until they are journaled; samples refusals.
+        """
         if not entry.history:
             # Decisions of a script are counted when its reply is read.
             self.measures.answers[entry.batch.script].update(answer.code for answer in entry.answers)

@@ -5,7 +5,7 @@ A version is a PostgreSQL schema, `<main schema>_<projection>_<number>`, with th
 definition and its own cursors. The views of the main schema show those of the live version; a switch to
 another version replaces them in one transaction. A worker writes the version that has the definition of its
 code: the live version, else the previous version. So the previous version stays current as long as old
-workers run.
+workers run, unless both have the same definition: then it is frozen.
 """
 
 import logging
@@ -54,7 +54,7 @@ class ViewsInUse(Exception):
 
 class Version(NamedTuple):
     """A row of `read_models`: state `building`, `live`, `previous` or `discarded`; phase `loading`,
-    `following` or `agreed`.
+    `following` or `agreed` (its differences were accepted, or it was shown).
 
     `skips_set_aside`: it was built without the records that operators had set aside.
     """

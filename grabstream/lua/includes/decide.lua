@@ -33,7 +33,8 @@ local BOUNDS = {
 local WRITE_VALUES_MAX = 4000
 
 -- A call first notes its writes; `commit` executes them at the end. After the first write a script reads and
--- computes nothing more. So a call either fails before it changes anything, or succeeds.
+-- computes nothing more. So a call either fails before it changes anything, or succeeds. Only begin_call
+-- writes at once: it fences a shard that has a damaged number, and then nothing is decided.
 --- @each_call
 local writes = {}
 

@@ -31,7 +31,7 @@ end
 
 -- The counters of a hash: `values` holds {window, count} of those that were read, `changed` names those to
 -- write back; `wanted` has fields to be read, `is_wanted` those and the fields that were read; `made` has
--- fields and texts that are written back unchanged.
+-- fields and their new texts, written as they are.
 local function counters_at(key)
   return {key = key, values = {}, changed = {}, wanted = {}, is_wanted = {}, made = {}}
 end

@@ -88,7 +88,7 @@ class RebuildSource:
     ) -> AsyncGenerator[Chunk, None]:
         """The events between two cursors, in order, without those of `skipped`.
 
-        Raises Unreadable when they do not lead from one to the other.
+        Raises UnreadableSource when they do not lead from one to the other.
         """
         if isinstance(self._source, ArchiveSource):
             return self._read_archive(self._source, shard, cursor, target, skipped)
@@ -194,7 +194,7 @@ async def open_rebuild_source(
     name: str, where: Servers, skip_set_aside_of: str | None = None, archive: Store | None = None
 ) -> AsyncIterator[RebuildSource]:
     """The source `journal` or `audit`, with connections that are closed at the end. With `archive`,
-    its lines are read before the journal; raises Unreadable if it is damaged or of another system.
+    its lines are read before the journal; raises UnreadableSource if it is damaged or of another system.
 
     `skip_set_aside_of` names the projection whose set-aside records are skipped.
     """

@@ -557,6 +557,13 @@ def _between(
 
 def _require_same(projection: str, live: Mapping[int, Cursor], new: Mapping[int, Cursor]) -> None:
     for shard, cursor in live.items():
+        if new[shard].seq > cursor.seq:
+            # A switch that was interrupted had brought the new version to the journal's end.
+            raise RebuildStopped(
+                f"{projection}, shard {shard}: the new version is ahead, at {_cursor_text(new[shard])}; the "
+                f"live one is at {_cursor_text(cursor)}: wait until workers have caught up, or run `grabstream "
+                f"rebuild switch {projection}`"
+            )
         if new[shard] != cursor:
             raise RebuildStopped(
                 f"{projection}, shard {shard}: the live version is at {_cursor_text(cursor)}, the new one "

@@ -1,5 +1,5 @@
-"""Switching the live version, so that no reader sees a mixture, goes back in time, or queues behind the
-switch.
+"""Switching the live version, so that no reader sees a mixture, goes back in time, or queues behind it
+for more than VIEWS_LOCK_MS.
 
 The live version's cursors are locked while the version that replaces it catches up to them. Then the switch
 waits until no session has an older snapshot, and replaces the views in the transaction that holds the

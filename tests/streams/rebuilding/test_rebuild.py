@@ -362,6 +362,28 @@ async def test_a_switch_waits_for_open_transactions_of_readers(booked: Settings)
 
 
 @pytest.mark.long
+async def test_after_an_interrupted_switch_the_new_version_may_be_ahead(
+    booked: Settings, journal: JournalWriter
+) -> None:
+    """A switch brings the new version to the journal's end, while the live one may lag. If readers stop it,
+    `compare` says which version is ahead, and `switch` shows it.
+    """
+    of_shard = JournalWriter(booked, journal._producer, 0)
+    await of_shard.block(lines_of(0, GRANTS + 5), GRANTS + 2, GRANTS + 6)
+    async with await open_books(booked) as reader, reader.transaction():
+        await reader.execute("SELECT count(*) FROM transfers")
+        stopped = grabstream("rebuild", "ledger", "--patience", "0", **env_of(booked))
+        assert (stopped.returncode, "repeat the command" in stopped.stderr) == (1, True)
+    compared = grabstream("rebuild", "compare", "ledger", **env_of(booked))
+    words = " ".join(compared.stderr.split())
+    assert compared.returncode == 1
+    assert f"shard 0: the new version is ahead, at seq {GRANTS + 6}" in words
+    assert "`grabstream rebuild switch ledger`" in words
+    assert grabstream("rebuild", "switch", "ledger", **env_of(booked)).returncode == 0
+    assert (await version_in(booked, "ledger")).version == 2
+
+
+@pytest.mark.long
 async def test_a_switch_waits_for_snapshots_of_other_roles(booked: Settings, servers: Settings) -> None:
     """A switch by a role that is not a superuser waits for a snapshot of another role, and continues when the
     snapshot ends.
