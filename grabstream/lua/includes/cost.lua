@@ -6,7 +6,7 @@
 local COST = {
   call_max = 2500,
   command = 5, -- reading its arguments and the record under its id, and its reply
-  plain_grab = 4, -- a grab in a run of plain grabs, with everything; and each byte of the run's arguments:
+  plain_grab = 4, -- one of the plain grabs of a call, with everything; and each byte of their arguments:
   plain_byte = 0.01,
   plain_piece = 12, -- the same of an offer of pieces; and each limit:
   plain_counter = 4,

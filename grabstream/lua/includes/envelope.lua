@@ -1,4 +1,5 @@
--- Grants parts of an envelope: one part, or a run of plain grabs, as most callers of a crowded envelope send.
+-- Grants parts of an envelope: one part, or those of the plain grabs of a call, as most callers of a crowded
+-- envelope send.
 --- @include "cost"
 --- @include "splitting"
 --- @include "packed_values"
@@ -21,27 +22,7 @@ local function part_at(offer, most)
   return (struct.unpack('>I6', offer.parts_read, (offer.places - offer.parts_from) * 6 + 1))
 end
 
--- The refusals that are stored for grabs of an offer: a list with false where there is none, or an empty one.
-local function stored_refusals(offer, ids, users)
-  if redis.call('EXISTS', KEYS[3]) == 0 then return {} end
-  local fields = {}
-  for i = 1, #ids do fields[i] = refusal_field_of_grab(offer.name, users[i], ids[i]) end
-  return redis.call('HMGET', KEYS[3], unpack(fields))
-end
-
--- Adds the event of a run of plain grabs, whose columns are known. The caller then changes the numbers of
--- call and offer.
-local function end_whole_run(call, offer, type, ids, users, grabs, texts, amounts_text)
-  local is_whole = grabs == texts[3]
-  call.run = {type = type, offer = offer, rules = offer.rules, seq = call.seq + 1,
-    offer_seq = offer.offer_seq + 1, place = offer.places + 1, left = offer.units_left - grabs,
-    count = grabs, rare = {},
-    ids_text = is_whole and texts[1] or table.concat(ids, '","', 1, grabs),
-    users_text = is_whole and texts[2] or table.concat(users, '","', 1, grabs), amounts_text = amounts_text}
-  end_run(call)
-end
-
--- Grants a run of plain grabs: of one envelope, with no user twice. Stops before the first grab that it
+-- Grants the plain grabs of a call: of one envelope, with no user twice. Stops before the first grab that it
 -- cannot grant. Returns the index of that grab and, for the reply, {first seq, first place, first left, time,
 -- amounts as text}. Each grant costs `grab_cost`. `texts` has the ids and users of these grabs, as an event
 -- has them: {ids, users, number of grabs}. It does what `take_part` in commands/grab.lua does, for all grabs

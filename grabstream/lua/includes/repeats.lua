@@ -14,6 +14,14 @@ local function refusal_field_of_grab(offer, user, id)
   return offer .. '/' .. user .. '/' .. id
 end
 
+-- The refusals that are stored for grabs of an offer: a list with false where there is none, or an empty one.
+local function stored_refusals(offer, ids, users)
+  if redis.call('EXISTS', KEYS[3]) == 0 then return {} end
+  local fields = {}
+  for i = 1, #ids do fields[i] = refusal_field_of_grab(offer.name, users[i], ids[i]) end
+  return redis.call('HMGET', KEYS[3], unpack(fields))
+end
+
 -- The answer that is stored under an id, unless the offer it names has retired; then nil.
 local function answer_that_counts(call, campaign, record)
   if record then spend(COST.answer_byte * #record) end

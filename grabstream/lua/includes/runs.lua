@@ -138,3 +138,15 @@ do
     spend(COST.line_byte * bytes)
   end
 end
+
+-- Adds the run of the plain grabs of a call, whose columns are known. The caller then changes the numbers of
+-- call and offer.
+local function end_whole_run(call, offer, type, ids, users, grabs, texts, amounts_text)
+  local is_whole = grabs == texts[3]
+  call.run = {type = type, offer = offer, rules = offer.rules, seq = call.seq + 1,
+    offer_seq = offer.offer_seq + 1, place = offer.places + 1, left = offer.units_left - grabs,
+    count = grabs, rare = {},
+    ids_text = is_whole and texts[1] or table.concat(ids, '","', 1, grabs),
+    users_text = is_whole and texts[2] or table.concat(users, '","', 1, grabs), amounts_text = amounts_text}
+  end_run(call)
+end

@@ -1,5 +1,5 @@
--- Takes pieces for a run of plain grabs, as most callers of a flash sale send: it does what `take_pieces` in
--- commands/grab.lua does, for all grabs at once. The records of the grabs and their answers differ in few
+-- Takes pieces for the plain grabs of a call, as most callers of a flash sale send: it does what `take_pieces`
+-- in commands/grab.lua does, for all grabs at once. The records of the grabs and their answers differ in few
 -- places, so the rest of them is packed once; packing each would cost three times as much as deciding it.
 -- Most users have the same counters, so what these become is made once, too.
 --- @include "cost"
@@ -211,10 +211,10 @@ do
     return available(offer) == 0 and {code = CODE.sold_out, at = call.now} or nil
   end
 
-  -- Refuses a run of plain grabs with this row. Stops before the first with a remembered answer. Returns the
-  -- index of that grab, and the packed rows of the others. Each costs `grab_cost`. It does what `keep` in
+  -- Refuses the plain grabs of a call with this row. Stops before the first with a remembered answer. Returns
+  -- the index of that grab, and the packed rows of the others. Each costs `grab_cost`. It does what `keep` in
   -- commands/grab.lua does, for all grabs at once.
-  local function refuse_run(call, offer, ids, users, campaign, row, grab_cost)
+  local function refuse_plain(call, offer, ids, users, campaign, row, grab_cost)
     local name, fields, answers = offer.name, {}
     for i = 1, #ids do fields[i] = refusal_field_of_grab(name, users[i], ids[i]) end
     if offer.pieces then
@@ -265,7 +265,7 @@ do
     local most = math.max(1, math.floor(COST.call_max / grab_cost))
     for i = grabs, most + 1, -1 do ids[i], users[i] = nil, nil end
     if refusal then
-      local first, rows = refuse_run(call, offer, ids, users, campaign, refusal, grab_cost)
+      local first, rows = refuse_plain(call, offer, ids, users, campaign, refusal, grab_cost)
       return ids, users, first, nil, rows
     end
     local texts = {ARGV[7], ARGV[8], grabs}
