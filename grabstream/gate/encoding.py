@@ -189,7 +189,7 @@ class CallOffers:
         return names + [key for campaign in self.campaigns for key in keys.campaign_keys(campaign)]
 
 
-def build(keys: ShardKeys, batch: Batch, gate: Secrets) -> ScriptCall:
+def build(keys: ShardKeys, batch: Batch, gate_secrets: Secrets) -> ScriptCall:
     """Returns keys (after those of the shard) and packed arguments for the script that decides a batch,
     except `open` (`building_open`).
     """
@@ -202,35 +202,37 @@ def build(keys: ShardKeys, batch: Batch, gate: Secrets) -> ScriptCall:
     else:
         names = call_offers.keys(keys)
     if script == "confirm":
-        return ScriptCall(names, _confirm_arguments(commands, gate.sealer, call_offers))
-    columns = _first_columns(call_offers, commands, gate)
+        return ScriptCall(names, _confirm_arguments(commands, gate_secrets.sealer, call_offers))
+    columns = _first_columns(call_offers, commands, gate_secrets)
     if script == "grab":
-        columns += _last_columns_of_grab(commands, gate.tickets)
+        columns += _last_columns_of_grab(commands, gate_secrets.tickets)
     else:
-        columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
+        columns.append([_body(keys.shard, command, gate_secrets.sealer) for command in commands])
     return ScriptCall(names, [_pack(columns)])
 
 
 def building_open(
-    keys: ShardKeys, commands: Sequence[Open], gate: Secrets, now_ms: int
+    keys: ShardKeys, commands: Sequence[Open], gate_secrets: Secrets, now_ms: int
 ) -> Generator[None, None, ScriptCall]:
     """What `build` does for `open`, in steps: drawing many parts takes long."""
     call_offers = CallOffers([command.offer for command in commands])
-    columns = _first_columns(call_offers, commands, gate)
-    terms, parts, staged = yield from _open_columns(keys, commands, gate.sealer, now_ms)
+    columns = _first_columns(call_offers, commands, gate_secrets)
+    terms, parts, staged = yield from _open_columns(keys, commands, gate_secrets.sealer, now_ms)
     columns.append(terms)
     names = [*call_offers.keys(keys), *(entry.key for entry in staged)]
     return ScriptCall(names, [_pack(columns), *parts], staged)
 
 
-def _first_columns(call_offers: CallOffers, commands: Sequence[AnyCommand], gate: Secrets) -> list[Any]:
+def _first_columns(
+    call_offers: CallOffers, commands: Sequence[AnyCommand], gate_secrets: Secrets
+) -> list[Any]:
     return [
         call_offers.offers,
         call_offers.campaign_of,
         call_offers.campaigns,
         [c.id for c in commands],
         call_offers.offer_of,
-        list(map(gate.sealer.digests.digest, commands)),
+        list(map(gate_secrets.sealer.digests.digest, commands)),
     ]
 
 

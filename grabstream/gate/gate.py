@@ -403,8 +403,8 @@ class Gate:
             self.measures.unknown += 1
 
     def _remember(self, number: int, entry: QueueEntry, promise: Promise) -> None:
-        """Counts answers that no script gave; keeps `decided` answers until they are journaled; samples refusals.
-        """
+        """Counts answers that no script gave; keeps `decided` answers until they are journaled; samples
+        refusals."""
         if not entry.history:
             # Decisions of a script are counted when its reply is read.
             self.measures.answers[entry.batch.script].update(answer.code for answer in entry.answers)

@@ -39,8 +39,8 @@ class CallOrder:
 
 
 class Lane:
-    """The commands of one call of the gate, or of one reader of a topic, in one shard. Only one script call at
-    a time carries commands of a lane.
+    """The commands of one call of the gate, or of one reader of a topic, in one shard. Only one script call
+    at a time carries commands of a lane.
 
     `decided` are the entries whose answers are not given yet, in their order, all decided in `history`.
     `stale` is set when that history is lost. `journaled_seq` is the last event of the entries whose answers

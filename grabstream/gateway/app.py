@@ -2,7 +2,7 @@
 answers to all errors.
 
 Grabs and receipts, the bulk of a crowd's requests, reach their handler without the router and, if their
-sender is known at once, without a task (`answer_later`). What needs nothing but memory is answered at once
+sender is known at once, without a task (`answer_soon`). What needs nothing but memory is answered at once
 (`answer_now`), without a task, too: a document that is kept, and a grab for which there is no room.
 """
 
@@ -210,7 +210,7 @@ class Application:
         return reply
 
     def takes_whole(self, scope: Scope) -> bool:
-        """Whether `answer_later` answers a request whose head has come, as soon as its body has: a grab or a
+        """Whether `answer_soon` answers a request whose head has come, as soon as its body has: a grab or a
         receipt, by its path, with a body that is JSON and within its bound by its headers, each of which is
         there once, of a caller who is known at once.
         """
@@ -237,7 +237,7 @@ class Application:
         scope["grabstream.whole"] = operation, request
         return True
 
-    def answer_later(self, scope: Scope, body: bytes, respond: Callable[[Reply], None]) -> None:
+    def answer_soon(self, scope: Scope, body: bytes, respond: Callable[[Reply], None]) -> None:
         """Answers a request that `takes_whole` has taken: calls `respond` with the reply, now or later. It
         refuses as `__call__` does.
         """

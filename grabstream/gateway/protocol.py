@@ -8,7 +8,7 @@ version with which this one was tested.
 
 An answer that is complete goes out in one piece (`REPLY`). What the application answers from its memory
 (`answer_now`) goes out without a task; so does the answer to a request whose head and body it takes together
-(`takes_whole`, `answer_later`).
+(`takes_whole`, `answer_soon`).
 
 A turn of the event loop reads from a bounded number of connections (`Turns`). A command needs several turns,
 one for each answer of Redis or Kafka; so a refused crowd must not make a turn long.
@@ -446,7 +446,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _answer_whole(self, cycle: _Cycle) -> None:
         """Has the application answer a request whose body has come."""
         body, cycle.body = bytes(cycle.body), b""
-        self.app.answer_later(cycle.scope, body, partial(self._answered, cycle))
+        self.app.answer_soon(cycle.scope, body, partial(self._answered, cycle))
 
     def _answered(self, cycle: _Cycle, reply: Reply) -> None:
         try:

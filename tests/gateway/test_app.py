@@ -103,7 +103,7 @@ async def test_a_request_is_answered_and_counted_once_whatever_fails_afterwards(
     assert application.takes_whole(scope)
     application._soon = dict.fromkeys(application._soon, answers_and_fails)
     with caplog.at_level(logging.ERROR):
-        application.answer_later(scope, b"{}", replies.append)
+        application.answer_soon(scope, b"{}", replies.append)
     assert [reply.status for reply in replies] == [200]
     assert application.in_work == 0
     assert "a second answer: ValueError('afterwards')" in caplog.text

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 from grabstream.ops.cli import grabstream
 from grabstream.ops.grants import kafka_acls, require_group
-from grabstream.projections.definitions import PROJECTIONS as READ_MODELS
+from grabstream.projections.definitions import PROJECTIONS
 from grabstream.settings import Settings, load_settings
 from grabstream.streams.deciding.decider import decider_group
-from grabstream.streams.projecting.agents import PROJECTIONS, group_of
+from grabstream.streams.projecting.agents import JOURNAL_READERS, group_of
 from grabstream.streams.topics import Topics
 
 TOPICS = Topics("grab")
@@ -23,9 +23,9 @@ TOPICS = Topics("grab")
 OF_WORKERS = (
     decider_group(TOPICS, TOPICS.commands),
     decider_group(TOPICS, TOPICS.operations),
-    group_of("grab", READ_MODELS),
-    group_of("grab", ["events"]),
     group_of("grab", PROJECTIONS),
+    group_of("grab", ["events"]),
+    group_of("grab", JOURNAL_READERS),
 )
 
 
@@ -47,7 +47,7 @@ def test_no_right_is_on_a_group_of_a_system_with_a_longer_prefix(prefix: str) ->
     topics = Topics(prefix)
     others = (
         decider_group(topics, topics.commands), decider_group(topics, topics.operations),
-        group_of(prefix, READ_MODELS), group_of(prefix, ["events"]), group_of(prefix, PROJECTIONS),
+        group_of(prefix, PROJECTIONS), group_of(prefix, ["events"]), group_of(prefix, JOURNAL_READERS),
     )  # fmt: skip
     for acl in kafka_acls("grab"):
         if acl.resource == "group":

@@ -31,7 +31,7 @@ from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
 
-PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
+JOURNAL_READERS: Final = ("ledger", "balances", "audit", "events")
 #: How long an app may take to stop while its process continues; a worker that ends waits less (`worker.py`).
 #: After a minute, Faust treats a service that has not stopped as stopped, so this must be less.
 STOP_SECONDS: Final = 30.0
@@ -50,7 +50,7 @@ CrashStep = Callable[[str], None]
 
 
 def make_projectors(
-    kafka: str, prefix: str, shards: int, postgres: str, schema: str, names: Sequence[str] = PROJECTIONS,
+    kafka: str, prefix: str, shards: int, postgres: str, schema: str, names: Sequence[str] = JOURNAL_READERS,
     step: CrashStep = lambda name: None, measures: WorkerMeasures | None = None,
 ) -> list[Projector]:  # fmt: skip
     """The projectors of these read models; not connected yet."""
@@ -172,7 +172,7 @@ async def run_projections(
     postgres: str,
     schema: str,
     stop: asyncio.Event,
-    names: Sequence[str] = PROJECTIONS,
+    names: Sequence[str] = JOURNAL_READERS,
     step: CrashStep = lambda name: None,
     measures: WorkerMeasures | None = None,
 ) -> None:

@@ -103,14 +103,15 @@ class Rebuild:
     """The rebuild of one projection; `open_rebuild` makes it. Only one runs at a time."""
 
     def __init__(
-        self, where: Servers, projection: str, control: AsyncConnection[Any], writer: AsyncConnection[Any],
+        self, where: Servers, projection: str, lock_connection: AsyncConnection[Any],
+        writer: AsyncConnection[Any],
         report: ReportRebuild = lambda progress: None, step: CrashStep = lambda name: None, jobs: int = 1,
     ) -> None:  # fmt: skip
         self._where = where
         self._projection = projection
         self._model = READ_MODELS[projection]
         #: Reads the live version and locks its cursors. The writer's unqualified names mean the new version.
-        self._lock_connection = control
+        self._lock_connection = lock_connection
         self._writer = writer
         self._report = report
         self._step = step
@@ -369,7 +370,7 @@ class Rebuild:
         targets: Mapping[int, Cursor],
         apply: Apply,
         group_events: int,
-        step: str,
+        phase: str,
         events_max: float = math.inf,
         frozen: bool = False,
         new_group: Callable[[], Group] = _ShardGroup,
@@ -386,7 +387,7 @@ class Rebuild:
             await self._write(group, apply, frozen, skipped)
             done += group.seqs
             rate = (done - first) / max(time.monotonic() - began, 1e-6)
-            self._report(RebuildProgress(step, done, max(total, done), rate))
+            self._report(RebuildProgress(phase, done, max(total, done), rate))
 
         async def chunks() -> AsyncGenerator[Chunk, None]:
             for shard, target in targets.items():
@@ -561,8 +562,8 @@ def _require_same(projection: str, live: Mapping[int, Cursor], new: Mapping[int,
             # A switch that was interrupted had brought the new version to the journal's end.
             raise RebuildStopped(
                 f"{projection}, shard {shard}: the new version is ahead, at {_cursor_text(new[shard])}; the "
-                f"live one is at {_cursor_text(cursor)}: wait until workers have caught up, or run `grabstream "
-                f"rebuild switch {projection}`"
+                f"live one is at {_cursor_text(cursor)}: wait until workers have caught up, or run "
+                f"`grabstream rebuild switch {projection}`"
             )
         if new[shard] != cursor:
             raise RebuildStopped(
@@ -581,25 +582,25 @@ async def load_some_shards(
     targets: Mapping[int, Cursor], step: CrashStep
 ) -> None:  # fmt: skip
     """Loads some shards in a separate process, for a rebuild that another process controls and reports."""
-    past = projection if skips_set_aside else None
+    skips_for = projection if skips_set_aside else None
     async with (
-        _connections(where) as (control, writer),
-        open_rebuild_source(source_name, where, past, archive) as source,
+        _connections(where) as (lock_connection, writer),
+        open_rebuild_source(source_name, where, skips_for, archive) as source,
     ):
-        await Rebuild(where, projection, control, writer, step=step).load_shards(source, targets)
+        await Rebuild(where, projection, lock_connection, writer, step=step).load_shards(source, targets)
 
 
 @asynccontextmanager
 async def _connections(where: Servers) -> AsyncIterator[tuple[AsyncConnection[Any], AsyncConnection[Any]]]:
     async with (
-        await connect(where.postgres, where.schema) as control,
+        await connect(where.postgres, where.schema) as lock_connection,
         await connect(where.postgres, where.schema) as writer,
     ):
-        await use_schema(control, where.schema)
+        await use_schema(lock_connection, where.schema)
         await use_schema(writer, where.schema)
         # If PostgreSQL loses a commit in a crash, it loses the cursor as well.
         await writer.execute("SET synchronous_commit = off")
-        yield control, writer
+        yield lock_connection, writer
 
 
 @asynccontextmanager
@@ -613,10 +614,10 @@ async def open_rebuild(
     """A rebuild with its connections, loading in `jobs` processes; raises RebuildStopped if another rebuild
     of the projection runs.
     """
-    async with _connections(where) as (control, writer):
-        await hold_projection(control, where.schema, projection, f"rebuild of {projection}")
+    async with _connections(where) as (lock_connection, writer):
+        await hold_projection(lock_connection, where.schema, projection, f"rebuild of {projection}")
         try:
-            yield Rebuild(where, projection, control, writer, report, step, jobs)
+            yield Rebuild(where, projection, lock_connection, writer, report, step, jobs)
         except CursorMoved as moved:
             raise RebuildStopped(f"{moved}: another process wrote it; the same command resumes") from None
 

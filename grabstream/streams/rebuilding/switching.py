@@ -37,11 +37,11 @@ class Switch(NamedTuple):
     the previous one.
 
     `near` brings the chosen version close while nothing is locked, `reach` brings it to the locked cursors;
-    both may raise Busy. If `live` is None, because its tables are gone, nothing is locked. `control` is a
-    connection in autocommit; `wait` is called with the reason of each retry.
+    both may raise Busy. If `live` is None, because its tables are gone, nothing is locked. `lock_connection`
+    is in autocommit; `wait` is called with the reason of each retry.
     """
 
-    control: AsyncConnection[Any]
+    lock_connection: AsyncConnection[Any]
     schema: str
     live: Version | None
     chosen: Version
@@ -61,22 +61,24 @@ class Switch(NamedTuple):
                 )
             self.wait(reason)
             await asyncio.sleep(RETRY_SECONDS)
-        await versions.sweep(self.control, self.schema, self.chosen.projection)
+        await versions.sweep(self.lock_connection, self.schema, self.chosen.projection)
 
     async def _try(self) -> str | None:
         """Returns why it cannot succeed now; None if it has."""
         try:
             await self.near()
-            async with self.control.transaction():
+            async with self.lock_connection.transaction():
                 await self._set_lock_timeout(int(LOCK_SECONDS * 1000))
                 await self.reach(
-                    await cursors_of(self.control, self.live, lock=True) if self.live is not None else {}
+                    await cursors_of(self.lock_connection, self.live, lock=True)
+                    if self.live is not None
+                    else {}
                 )
-                await older_snapshots_gone(self.control, self.schema)
+                await older_snapshots_gone(self.lock_connection, self.schema)
                 # Readers queue behind us while we wait for this lock: so we wait briefly, and try again
                 # later.
                 await self._set_lock_timeout(VIEWS_LOCK_MS)
-                await versions.switch_views(self.control, self.schema, self.chosen, self.keep)
+                await versions.switch_views(self.lock_connection, self.schema, self.chosen, self.keep)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
             return f"the views are in use by open transactions ({error.diag.message_primary})"
         except Busy as busy:
@@ -86,7 +88,9 @@ class Switch(NamedTuple):
         return None
 
     async def _set_lock_timeout(self, milliseconds: int) -> None:
-        await self.control.execute("SELECT set_config('lock_timeout', %s, true)", (f"{milliseconds}ms",))
+        await self.lock_connection.execute(
+            "SELECT set_config('lock_timeout', %s, true)", (f"{milliseconds}ms",)
+        )
 
 
 async def older_snapshots_gone(

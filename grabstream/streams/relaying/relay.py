@@ -2,8 +2,8 @@
 (docs/protocol.md).
 
 It takes the shard over (`takeover`), then relays: one send is in flight, and a block counts if its offset
-directly follows the owner's previous one. The order of these steps is the protocol; change it only together
-with tests/protocol/model.py.
+directly follows the owner's previous one, or if only records that do not count lie between. The order of
+these steps is the protocol; change it only together with tests/protocol/model.py.
 """
 
 import asyncio

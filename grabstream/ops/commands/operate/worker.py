@@ -56,9 +56,9 @@ from grabstream.ops.diagnosis.findings import shard_list, spans
 from grabstream.ops.initialization import refuse_replay
 from grabstream.ops.verification.redis_keys import compares_keys
 from grabstream.projections import cursors
-from grabstream.projections.database.migrate import PROJECTIONS as READ_MODELS
 from grabstream.projections.database.sessions import bound_locks, connect
 from grabstream.projections.database.system import Identity
+from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.tables import demand
 from grabstream.runtime.collecting import collect_rarely
 from grabstream.runtime.ending import first_to_end, running
@@ -213,7 +213,7 @@ def _roles_with_database(settings: Settings, redis: Any, measures: WorkerMeasure
         compares_keys(settings, redis),
     )  # fmt: skip
     return {
-        "project": ProjectionsRole(settings, READ_MODELS, measures),
+        "project": ProjectionsRole(settings, PROJECTIONS, measures),
         "publish": ProjectionsRole(settings, ("events",), measures),
         "verify": verifier,
         "webhooks": WebhooksRole(settings, measures),

@@ -93,9 +93,9 @@ def rebuild() -> None:
 
     `rebuild MODEL` does all steps: the new version is loaded in bulk, follows the journal until it has caught
     up, is compared with the live version row by row at the same cursors, and then replaces it in one
-    transaction. The switch is refused if rows differ in a way that the definition does not declare. `build`,
-    `compare` and `switch` are its steps. After Ctrl-C, the same command continues. Nothing is published
-    again.
+    transaction. It stops before the switch if rows differ in a way that the definition does not declare.
+    `build`, `compare` and `switch` are its steps. After Ctrl-C, the same command continues. Nothing is
+    published again.
     """
 
 
@@ -150,7 +150,7 @@ def build(model: str, source: EventSource, jobs: int, dry_run: bool, as_json: bo
 def compare(model: str, as_json: bool) -> None:
     """Compare the new version of MODEL that `rebuild build` has made with the live one, row by row.
 
-    Exit code 1: refused, or rows differ in a way that is not declared.
+    Exit code 1: it stopped, or rows differ in a way that is not declared.
     """
     _run(VerbCall(model, as_json), ModelRebuild.compare)
 
@@ -163,7 +163,7 @@ def compare(model: str, as_json: bool) -> None:
 def switch(model: str, how: SwitchOptions, dry_run: bool, as_json: bool) -> None:
     """Compare the new version of MODEL that `rebuild build` has made, and show it in one transaction.
 
-    Exit code 1: refused, or rows differ in a way that is not declared.
+    Exit code 1: it stopped, or rows differ in a way that is not declared.
     """
 
     async def switched(one: ModelRebuild) -> RebuildResult:
@@ -185,7 +185,7 @@ def undo(
     """Switch back to the previous version of MODEL; the live version becomes the previous one.
 
     The previous version is first brought up to date. With `all`, nothing is changed unless every read model
-    has a previous version. Exit code 1: refused.
+    has a previous version. Exit code 1: it stopped.
     """
 
     async def undone(one: ModelRebuild) -> RebuildResult:
@@ -382,8 +382,8 @@ async def _each(
     if call.required is not None:
         # All or none: checked for each before the first is changed.
         for projection in call.projections:
-            async with open_rebuild(where_of(settings), projection) as control:
-                await control.in_state(call.required)
+            async with open_rebuild(where_of(settings), projection) as opened:
+                await opened.in_state(call.required)
     results: list[RebuildResult] = []
     line = ProgressLine()
     for projection in call.projections:
@@ -391,8 +391,8 @@ async def _each(
         try:
             async with open_rebuild(
                 where_of(settings), projection, report, step_of(settings), call.jobs
-            ) as control:
-                result = await work(await ModelRebuild.of(settings, projection, control))
+            ) as opened:
+                result = await work(await ModelRebuild.of(settings, projection, opened))
         except RebuildStopped as error:
             if not (results and call.as_json):
                 raise

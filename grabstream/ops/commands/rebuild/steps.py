@@ -47,15 +47,15 @@ class ModelRebuild(NamedTuple):
 
     settings: Settings
     projection: str
-    control: Rebuild
+    opened: Rebuild
     live: Version
     is_lost: bool
 
     @classmethod
-    async def of(cls, settings: Settings, projection: str, control: Rebuild) -> "ModelRebuild":
+    async def of(cls, settings: Settings, projection: str, opened: Rebuild) -> "ModelRebuild":
         """The rebuild of a read model; raises RebuildStopped if it has no live version."""
-        live = await control.live()
-        return cls(settings, projection, control, live, await control.is_lost(live))
+        live = await opened.live()
+        return cls(settings, projection, opened, live, await opened.is_lost(live))
 
     # -- the verbs -------------------------------------------------------------------------------------------
 
@@ -64,13 +64,13 @@ class ModelRebuild(NamedTuple):
         began = time.monotonic()
         async with self._events(source) as events:
             if self.is_lost:
-                new = await self.control.rebuild_lost(events, how.patience_seconds)
+                new = await self.opened.rebuild_lost(events, how.patience_seconds)
                 done = (
                     f"{new.schema} is live, rebuilt from the {source.name}: the tables in schema "
                     f"{self.live.schema} were gone"
                 )
                 return self._result(done, new=new, build_seconds=_seconds_since(began))
-            new = await self.control.build(events)
+            new = await self.opened.build(events)
             seconds = _seconds_since(began)
             result = await self._switch(events, new, how)
         return msgspec.structs.replace(result, build_seconds=seconds)
@@ -80,7 +80,7 @@ class ModelRebuild(NamedTuple):
         self._require_tables()
         began = time.monotonic()
         async with self._events(source) as events:
-            new = await self.control.build(events)
+            new = await self.opened.build(events)
         done = (
             f"{new.schema} is complete and not shown: `grabstream rebuild switch {self.projection}` shows it"
         )
@@ -106,14 +106,14 @@ class ModelRebuild(NamedTuple):
         """Shows the previous version again."""
         self._require_tables()
         async with self._events(source) as events:
-            was, now = await self.control.undo(events, accept, patience_seconds)
+            was, now = await self.opened.undo(events, accept, patience_seconds)
         return self._result(f"{now.schema} is live again, {was.schema} is the previous version", new=now)
 
     async def drop(self, which: Sequence[str], dry_run: bool) -> RebuildResult:
         """Drops the versions with these names of STATES."""
         dropped = []
         for state in dict.fromkeys(STATES[name] for name in which):
-            version = await (self._in_state(state) if dry_run else self.control.drop(state))
+            version = await (self._in_state(state) if dry_run else self.opened.drop(state))
             if version is not None:
                 dropped.append(version.schema)
         if not dropped:
@@ -136,13 +136,13 @@ class ModelRebuild(NamedTuple):
         """What a build would do."""
         self._require_tables()
         kept_as = "audit" if source.name == "audit" else "journal"
-        begun = await self.control.begun(kept_as, source.skips_set_aside)
+        begun = await self.opened.begun(kept_as, source.skips_set_aside)
         definition = definition_of(self.projection)
         declared = ", ".join(sorted(definition.declared_since(self.live.definition))) or "no columns"
         how = f"continue {begun.schema} ({begun.phase})" if begun else "build a new version"
         return self._result(
             f"would {how} of definition {definition.number} from the {source.name}, with the "
-            f"{counted(await self.control.events(), 'events')} of {self.live.schema} (definition "
+            f"{counted(await self.opened.events(), 'events')} of {self.live.schema} (definition "
             f"{self.live.definition}) and newer ones; {declared} may differ"
         )
 
@@ -155,7 +155,7 @@ class ModelRebuild(NamedTuple):
     async def plan_undo(self) -> RebuildResult:
         """What an undo would do."""
         self._require_tables()
-        previous = await self.control.in_state("previous")
+        previous = await self.opened.in_state("previous")
         return self._result(
             f"would show {previous.schema} (definition {previous.definition}) again; {self.live.schema} "
             "would be the previous version"
@@ -168,7 +168,7 @@ class ModelRebuild(NamedTuple):
 
     async def _in_state(self, state: str) -> Version | None:
         try:
-            return await self.control.in_state(state)
+            return await self.opened.in_state(state)
         except RebuildStopped:
             return None
 
@@ -185,7 +185,7 @@ class ModelRebuild(NamedTuple):
         building = await self._in_state("building")
         if building is None:
             lacking = f"{self.projection} has no new version"
-        elif await self.control.begun(building.source, building.skips_set_aside) is None:
+        elif await self.opened.begun(building.source, building.skips_set_aside) is None:
             lacking = f"{building.schema} has another definition, or its tables are gone"
         elif building.phase == "loading":
             lacking = f"{building.schema} is not complete"
@@ -208,17 +208,17 @@ class ModelRebuild(NamedTuple):
             await check_system(self.settings)
         source = EventSource(building.source, None, building.skips_set_aside)
         async with self._events(source) as events:
-            yield events, await self.control.build(events)
+            yield events, await self.opened.build(events)
 
     async def _compared(self, events: RebuildSource, new: Version) -> RebuildResult:
-        """The differences, refused if there are rows that differ in a way that is not declared."""
-        tables = await self.control.difference(events, new)
+        """The differences; `refused` is set if rows differ in a way that is not declared."""
+        tables = await self.opened.difference(events, new)
         undeclared = [difference.table for difference in tables if difference.undeclared]
         if not undeclared:
             return self._result("", new=new, difference=tables)
-        set_aside = [] if new.skips_set_aside else await self.control.set_aside()
+        set_aside = [] if new.skips_set_aside else await self.opened.set_aside()
         return self._result(
-            f"refused: rows of {', '.join(undeclared)} differ, see above",
+            f"stopped: rows of {', '.join(undeclared)} differ, see above",
             new=new, refused=True, difference=tables, set_aside=[record.in_words() for record in set_aside],
         )  # fmt: skip
 
@@ -230,8 +230,8 @@ class ModelRebuild(NamedTuple):
             if compared.refused and not how.accept:
                 return compared
             tables = compared.difference
-            new = await self.control.agree(new)
-        old = await self.control.switch(events, new, how.keep, how.patience_seconds)
+            new = await self.opened.agree(new)
+        old = await self.opened.switch(events, new, how.keep, how.patience_seconds)
         kept = (
             f"{old.schema} is kept: `grabstream rebuild undo {self.projection}` shows it again"
             if how.keep
