@@ -142,6 +142,7 @@ async def test_an_error_raised_inside_a_client_is_trouble() -> None:
     with pytest.raises(AttributeError) as in_program:
         connection._writer.drain  # type: ignore[union-attr]  # noqa: B018
     assert not is_trouble(in_program.value)
+    connection._writer = None  # its destructor would close the object
 
 
 def test_uvloop_raises_its_error_of_a_closed_handler() -> None:
