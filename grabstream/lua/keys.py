@@ -59,8 +59,8 @@ OFFER_KEYS: Final = (
 CAMPAIGN_KEYS: Final = ("answers", "payments", "counters", "state", "tickets")
 
 #: The beginning, after the hash tag, of keys that do not belong to the state of a shard: parts that are
-#: staged before an envelope is opened, and the workers that are present. Comparisons of keys leave them out,
-#: in older releases too.
+#: staged before an envelope is opened, and the workers that are present. Comparisons of keys leave them
+#: out.
 STAGED: Final = "staged:"
 
 

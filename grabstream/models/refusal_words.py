@@ -31,8 +31,7 @@ QUOTED_BYTES_MAX: Final = 600
 #: The message of the answers to a basket that was refused, except to the grab that was refused first.
 WHOLE_BASKET: Final = "the basket was refused as a whole"
 
-# Refusals are remembered, so those of an older release do not name the offer.
-_basket_refused = re.compile(r"basket: refused (?:at offer \S+, )?with grab (\S+)\Z").match
+_basket_refused = re.compile(r"basket: refused at offer \S+, with grab (\S+)\Z").match
 _Words = Callable[[Answer, AnyCommand, str], str]
 
 

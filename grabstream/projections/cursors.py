@@ -14,7 +14,9 @@ from grabstream.models.runs import AnyRun, singles
 from grabstream.models.transfers import Transfers, transfers_of
 from grabstream.models.upcasting import NEWER
 
-# In the order of shards, so that two processes do not wait for each other.
+# PostgreSQL promises no order in which a statement locks its rows. So of two workers that both take some
+# shards for theirs, as when partitions move, one may meet a deadlock: its transaction is rolled back and
+# repeated. Locking the rows in an order of ours first would make each of these statements a fifth slower.
 _ADVANCE: Final = (
     b"UPDATE projection_cursors AS c SET seq = n.seq, head = n.head, next_offset = n.next_offset, "
     b"term = n.term, owner = n.owner, moved_at = now() "

@@ -26,8 +26,7 @@ from grabstream.streams.topics import Topics, partitions_of, retention_ms
 #: The number of events sent to a topic before the sink waits for acknowledgements.
 SEND_EVENTS_MAX: Final = 4_000
 
-#: The longest line of a file that is read. Journals of older releases may have lines longer than those of
-#: today, but no record of Kafka is longer than this.
+#: The longest line of a file that is read: no record of Kafka is longer.
 FILE_LINE_BYTES_MAX: Final = 16 * 1024 * 1024
 #: How many of a topic's last offsets are read to find its last event.
 LAST_RECORDS: Final = 10
