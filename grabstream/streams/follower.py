@@ -63,7 +63,7 @@ class Decoded:
         if block.count and not self._facts:
             try:
                 events = self._lines.decode_list(b"[" + b",".join(block.lines) + b"]")
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except msgspec.DecodeError as error:
                 raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
             # Rows are written under the numbers in the text, and the chain counts by the header: both must
             # agree.

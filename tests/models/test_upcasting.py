@@ -86,6 +86,11 @@ def test_newer_events_are_refused(line: bytes, reason: str) -> None:
         (b"[]", "Expected `object`"),
         (b"7", "Expected `object`"),
         (b"{", "truncated"),
+        (line_of("grab.granted").replace(b'"user":"', b'"user":"\xff'), "not UTF-8"),
+        (line_of("grab.granted").replace(b'"user":"', b'"user":"\xed\xa0\x80'), "not UTF-8"),
+        # A field that is not known here is passed over.
+        (line_of("grab.granted")[:-1] + b',"other":"\xff"}', "not UTF-8"),
+        (b'{"type":"grab.granted","v":"\xff"}', "not UTF-8"),
     ],
 )
 def test_text_that_is_not_an_event_is_refused_with_a_reason(line: bytes, reason: str) -> None:

@@ -374,7 +374,7 @@ def _decoded(events: Sequence[Accepted]) -> list[Fact | msgspec.DecodeError]:
         try:
             event = decode_line(accepted.line)
             decoded.append(Fact(accepted.line, accepted.hash, event, transfers_of(event)))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             text = str(error)
             decoded.append(
                 msgspec.DecodeError(text if text.startswith("seq ") else f"seq {accepted.seq}: {text}")

@@ -165,7 +165,7 @@ def _verified(shard: int, head: bytes, row: TrailRow) -> tuple[AnyLine, bytes]:
         event = decode_line(text)
     except NewerEvent:
         raise
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise _Difference("chain", f"audit, seq {row.seq}: the text is not an event: {error}") from None
     by_text = row_of(event, row.body, row.hash)
     if by_text != row or event.shard != shard:

@@ -441,14 +441,14 @@ def decode_verified(
         events = decode_lines(b"[" + b",".join(lines) + b"]")
         if are_consecutive(shard, first_seq - 1, events):
             return facts_of(lines, hashes, events), None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         pass  # the loop below finds the line
     facts: list[Fact] = []
     seq = first_seq
     for line, hash_ in zip(lines, hashes, strict=True):
         try:
             event = decode_line(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             return facts, Corrupt(f"{where}: the event of seq {seq} cannot be decoded: {error}")
         if (event.shard, event.seq) != (shard, seq):
             return facts, Corrupt(

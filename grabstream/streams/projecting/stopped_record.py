@@ -125,5 +125,5 @@ def _stopped_record(
 def _event_of(line: bytes) -> AnyLine | None:
     try:
         return decode_line(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         return None

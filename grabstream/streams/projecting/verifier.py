@@ -674,7 +674,7 @@ def _fact(line: bytes, hash_: bytes, before: bytes) -> cursors.Fact | None:
         return None
     try:
         event = decode_line(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         return None
     return cursors.Fact(line, hash_, event, transfers_of(event))
 

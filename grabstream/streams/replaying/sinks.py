@@ -183,7 +183,7 @@ def written_lines(file: Path, fix: bool = False) -> dict[int, int]:
             try:
                 # With --user, grabs are single events.
                 event = decode_line(line) if is_run(line) else decode_event(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except msgspec.DecodeError as error:
                 raise ReplayRefused(
                     f"{file}, line {number}: not a line of a journal ({error}): name another file"
                 ) from None

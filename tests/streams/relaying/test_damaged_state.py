@@ -1,4 +1,6 @@
-"""A shard whose hash in Redis is damaged stays fenced and names the field; other shards are relayed."""
+"""A shard whose hash in Redis, or whose journal, is damaged stays fenced and names what is; other shards are
+relayed.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -12,6 +14,12 @@ from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.settings import Settings
 from tests.conftest import until
+from tests.support.projecting import (
+    SHARD,
+    JournalWriter,
+    granted,
+    journal,  # noqa: F401 - a fixture
+)
 
 pytestmark = pytest.mark.long
 
@@ -148,5 +156,41 @@ async def test_a_damaged_number_is_the_fault_of_its_shard(
                 places.append(granted.place)
                 assert await redis.hget(state, "fault") is None
                 assert await asyncio.to_thread(running.stop) == 0
+    finally:
+        await redis.aclose()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(b"{}", id="not an event"),
+        pytest.param(granted("e", 1).replace(b"u1", b"\xff"), id="not a text"),
+        pytest.param(granted("e", 1)[:-1] + b',"other":"\xff"}', id="not a text where nobody looks"),
+    ],
+)
+async def test_a_line_that_is_not_an_event_ends_no_worker(
+    system: Settings,
+    worker: Callable[..., Any],
+    journal: JournalWriter,
+    line: bytes,
+) -> None:
+    """A shard cannot be rebuilt from such a journal: it stays fenced, and names the cause."""
+    keys, redis = key_space(system), open_redis(system)
+    other = next(offer for offer in "abcdefgh" if keys.shard_of_offer(offer) != SHARD)
+    await journal.marker(1, "earlier")
+    await journal.block([line], 1, 1, owner="earlier")
+
+    async def is_named() -> bool:
+        return b"cannot be rebuilt" in (await redis.hget(keys.shard(SHARD).state, "fault") or b"")
+
+    try:
+        running = worker(system, "decide,relay,sweep")
+        async with open_gate(system) as gate:
+            await until(is_named, 30, "the fault of the shard")
+            terms = StockTerms(issuer="i", total=99, closes_at=4_000_000_000_000)
+            [opened] = await gate.decide([Open(id="open", offer=other, terms=terms)], **ASKED)
+            assert opened.outcome == "opened"
+        assert running.process.poll() is None
+        assert running.stop() == 0
     finally:
         await redis.aclose()
