@@ -155,7 +155,7 @@ class _Issued(msgspec.Struct):
 def _token_in(text: bytes) -> tuple[str, float]:
     try:
         issued = msgspec.json.decode(text, type=_Issued)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TokenRefused(f"the issuer of tokens returned no token: {error}") from None
     return issued.access_token, issued.expires_in
 

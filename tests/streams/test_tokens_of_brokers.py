@@ -15,12 +15,12 @@ class Issuer:
     """An issuer of tokens that answers what a test says."""
 
     def __init__(self) -> None:
-        self.status, self.text = 200, ""
+        self.status, self.text = 200, b""
         self.asked_by = ""
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked_by = request.headers["Authorization"]
-        return web.Response(status=self.status, text=self.text)
+        return web.Response(status=self.status, body=self.text)
 
 
 async def test_an_issuer_that_is_away_is_asked_again_and_one_that_refuses_is_not() -> None:
@@ -34,10 +34,11 @@ async def test_an_issuer_that_is_away_is_asked_again_and_one_that_refuses_is_not
             with pytest.raises(NoToken, match=f"answered {status}$") as raised:
                 await tokens.token()
             assert isinstance(raised.value, TokenRefused) is refused
-        issuer.status, issuer.text = 200, "[]"
-        with pytest.raises(TokenRefused, match="returned no token"):
-            await tokens.token()
-        issuer.text = '{"access_token": "t"}'
+        issuer.status = 200
+        for issuer.text in (b"[]", b'{"access_token": "\xff"}'):
+            with pytest.raises(TokenRefused, match="returned no token"):
+                await tokens.token()
+        issuer.text = b'{"access_token": "t"}'
         assert await tokens.token() == "t"
         assert issuer.asked_by == f"Basic {b64encode(b'id:secret').decode()}"
     with pytest.raises(NoToken, match="cannot be reached") as away:
