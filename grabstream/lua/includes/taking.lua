@@ -1,7 +1,7 @@
--- Takes pieces for the plain grabs of a call, as most callers of a flash sale send: it does what `take_pieces`
--- in commands/grab.lua does, for all grabs at once. The records of the grabs and their answers differ in few
--- places, so the rest of them is packed once; packing each would cost three times as much as deciding it.
--- Most users have the same counters, so what these become is made once, too.
+-- Takes pieces for the plain grabs of a call, as most callers of a flash sale send: it does what
+-- `take_pieces` in commands/grab.lua does, for all grabs at once. The records of the grabs and their answers
+-- differ in few places, so the rest of them is packed once; packing each would cost three times as much as
+-- deciding it. Most users have the same counters, so what these become is made once, too.
 --- @include "cost"
 --- @include "packed_values"
 --- @include "calendar"
