@@ -36,7 +36,7 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from tests.contract import check_answered, check_events
 from tests.lua.histories.books import check_books
 from tests.lua.histories.promises import Servings, check_promises
-from tests.lua.histories.recovered import contents, differences, fold
+from tests.lua.histories.recovered import align_postponed_due_times, contents, differences, fold
 from tests.lua.histories.strategies import TICKETS
 from tests.support.runs import as_runs
 from tests.support.shards import NOW, SEALER, event_lines, outbox_lines, take_over
@@ -288,6 +288,7 @@ class Twins:
             await contents(self.client, self.keys.shard(number), self.now),
             await contents(self.client, keys, self.now),
         )
+        align_postponed_due_times(live, recovered, self.now)
         different = differences(live, recovered)
         assert not different, different
 
