@@ -18,6 +18,9 @@ from grabstream.workshop.services import ServerSet
 
 #: Processor time of all processes that a journaled grab may take.
 GRAB_US_ALLOWED = 400.0
+#: How many times as long as a run the load is there before the first one: a broker that has just started
+#: compiles itself for about a minute, and takes up to four times the processor time meanwhile.
+WARM_UP = 5
 #: Connections of the crowd whose grabs are the capacity; and of one of three times as many grabs, each of
 #: which waits for at most the 0.5 s after which it is refused.
 CAPACITY_CONNECTIONS, OVERLOAD_CONNECTIONS = 400, 4_000
@@ -37,14 +40,14 @@ def processes(open_shop: Shop, servers: ServerSet) -> dict[str, int]:
 async def machine(runs: int, seconds: float) -> dict[str, Any]:
     """Row `machine`: processor time of all processes (gateway, workers, Redis, Kafka, PostgreSQL with its
     sessions) of a journaled grab over HTTP at RATE a second, until it is booked, against GRAB_US_ALLOWED.
-    What the processes do while nothing happens is in it, the client is not.
+    What the processes do while nothing happens is in it, the client is not. The broker is warm.
     """
     spent: list[dict[str, float]] = []
     found: list[dict[str, Any]] = []
     with own_servers() as servers:
         async with shop(servers) as open_shop:
             pids = processes(open_shop, servers)
-            await asyncio.to_thread(load, open_shop.gateway, GRABS, seconds / 4, RATE)
+            await asyncio.to_thread(load, open_shop.gateway, GRABS, seconds * WARM_UP, RATE)
             await until_booked(open_shop.settings, 0)
             for _ in range(runs):
                 before = {name: cpu_seconds_of_all(pid) for name, pid in pids.items()}
