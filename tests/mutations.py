@@ -582,7 +582,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "a run that is cut has the texts of its grabs",
-        "grabstream/lua/includes/envelope.lua",
+        "grabstream/lua/includes/runs.lua",
         "local is_whole = grabs == texts[3]",
         "local is_whole = true",
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
