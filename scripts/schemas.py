@@ -63,7 +63,8 @@ def contract_of(folder: Path) -> Contract:
                 )
             older[name] = json.loads(path.read_text(encoding="utf-8"))
     schemas = {**documents(), **payment_documents(), **older}
-    return Contract(dict(sorted(schemas.items())), document(version_of_tree()))
+    version = version_of_tree()
+    return Contract(dict(sorted(schemas.items())), document(version), openapi.document(version))
 
 
 def version_of_tree() -> str:
@@ -78,7 +79,7 @@ def files_of(contract: Contract) -> dict[str, str]:
     head = "# Made from the models by scripts/schemas.py.\n"
     return {
         **schema_files,
-        "openapi.json": _json(openapi.document(version_of_tree())),
+        "openapi.json": _json(contract.openapi),
         "asyncapi.yaml": head
         + yaml.dump(contract.asyncapi, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=140),
     }
@@ -126,7 +127,7 @@ def release(folder: Path, version: str, contract: Contract) -> Path:
     path = folder / "released" / f"{version}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x", encoding="utf-8") as file:
-        file.write(_json({"version": version, "schemas": contract.schemas, "asyncapi": contract.asyncapi}))
+        file.write(_json({"version": version} | contract._asdict()))
     return path
 
 

@@ -1,9 +1,10 @@
 """What changed since the last release, and whether it breaks other programs.
 
-A release is one file that is never edited, `schemas/released/<version>.json`: all schemas and the AsyncAPI
-document as they were. Commands are compared in the direction `reads`, answers in the direction `writes`, and
-events and runs in both: other programs read them, and grabstream itself reads old lines of the journal
-without limit. A breaking change of an event is allowed with a new version of its type and an upcaster.
+A release is one file that is never edited, `schemas/released/<version>.json`: all schemas, the AsyncAPI and
+the OpenAPI document as they were. Commands and requests are compared in the direction `reads`, answers and
+responses in the direction `writes`, and events and runs in both: other programs read them, and grabstream
+itself reads old lines of the journal without limit. A breaking change of an event is allowed with a new
+version of its type and an upcaster.
 """
 
 import json
@@ -20,6 +21,7 @@ from grabstream.workshop.schemas.compatibility import (
     Verdict,
     differences,
 )
+from grabstream.workshop.schemas.http_operations import Compared, changes_of_operations
 
 _event_name = re.compile(r"events/(?P<type>.+)\.v(?P<version>\d+)\Z").match
 
@@ -34,10 +36,11 @@ _PAYMENTS: Final[Mapping[str, Direction]] = {
 
 
 class Contract(NamedTuple):
-    """What other programs rely on: JSON Schemas by name, and the AsyncAPI document."""
+    """What other programs rely on: JSON Schemas by name, the AsyncAPI and the OpenAPI document."""
 
     schemas: Mapping[str, Schema]
     asyncapi: Mapping[str, Any]
+    openapi: Mapping[str, Any]
 
 
 class SchemaChange(NamedTuple):
@@ -61,7 +64,7 @@ def last_release(folder: Path) -> str | None:
 def read_release(folder: Path, version: str) -> Contract:
     """A release as it was; raises OSError when its file does not exist."""
     released = json.loads((folder / f"{version}.json").read_text(encoding="utf-8"))
-    return Contract(released["schemas"], released["asyncapi"])
+    return Contract(released["schemas"], released["asyncapi"], released["openapi"])
 
 
 def verdict_of(changes: Collection[SchemaChange]) -> Verdict:
@@ -79,6 +82,7 @@ def changes_between(old: Contract, new: Contract, upcasts: Collection[tuple[str,
         *_events(old, new, upcasts),
         *_runs_and_payments(old, new),
         *_topics(old.asyncapi, new.asyncapi),
+        *_http(old.openapi, new.openapi),
     ]
     return sorted(changes, key=lambda change: -VERDICTS.index(change.verdict))
 
@@ -207,6 +211,19 @@ def _raised(
             f"before the first event of v{current} is written"
         )
         yield SchemaChange("warning", name, "$.v", words)
+
+
+def _http(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[SchemaChange]:
+    if old == new:
+        return
+    way_out = "keep accepting every request and giving every answer of the release, and add a new one"
+    for change in changes_of_operations(old, new):
+        if isinstance(change, Compared):
+            yield from _changes(change.name, change.old, change.new, way_out, change.direction)
+        elif change.is_breaking:
+            yield SchemaChange("breaking", change.name, "$", change.words, "keep it")
+        else:
+            yield SchemaChange("compatible", change.name, "$", change.words)
 
 
 # -- topics --------------------------------------------------------------------------------------------------

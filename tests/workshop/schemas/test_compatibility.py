@@ -144,6 +144,7 @@ RELEASED = Contract(
         for path in sorted((SCHEMAS / folder).glob("*.json"))
     },
     ASYNCAPI,
+    json.loads((SCHEMAS / "openapi.json").read_text()),
 )
 GRANTED, RELEASED_V1 = "events/grab.granted.v1", "events/grab.released.v1"
 GRANTED_RUN = "journal/grab.granted.v2"
@@ -288,7 +289,7 @@ def test_the_verdict_about_a_contract(
 ) -> None:
     schemas, asyncapi = copy.deepcopy(dict(RELEASED.schemas)), copy.deepcopy(dict(RELEASED.asyncapi))
     change(schemas, asyncapi)
-    changes = changes_between(RELEASED, Contract(schemas, asyncapi), upcasts)
+    changes = changes_between(RELEASED, Contract(schemas, asyncapi, RELEASED.openapi), upcasts)
     assert verdict_of(changes) == verdict
     if not words:
         assert changes == []
@@ -296,6 +297,80 @@ def test_the_verdict_about_a_contract(
     assert (changes[0].verdict, changes[0].name) == (verdict, name)
     assert words in changes[0].words
     assert bool(changes[0].way_out) == (verdict == "breaking")
+
+
+GRABS = "http/post /v1/offers/{offer}/grabs"
+
+
+def operation(
+    change: Callable[[dict[str, Any]], Any], path: str = "/v1/offers/{offer}/grabs", method: str = "post"
+) -> Callable[[dict[str, Any]], Any]:
+    """Changes an operation of an OpenAPI document."""
+    return lambda openapi: change(openapi["paths"][path][method])
+
+
+def component(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda openapi: change(openapi["components"]["schemas"][name])
+
+
+def parameter(is_required: bool) -> dict[str, Any]:
+    return {"name": "colour", "in": "query", "required": is_required, "schema": TEXT}
+
+
+def without_first(items: list[Any]) -> None:
+    del items[0]
+
+
+#: The change of the operations since the release, the verdict, and name and text of the worst change.
+OPERATIONS: list[tuple[Callable[[dict[str, Any]], Any], str, str, str]] = [
+    (lambda openapi: None, "compatible", "", ""),
+    (lambda openapi: openapi["paths"].pop("/v1/offers/{offer}/grabs"), "breaking", GRABS,
+    "the operation was removed"),
+    (operation(lambda it: it["parameters"].append(parameter(True))), "breaking", f"{GRABS}/request",
+    "required field added"),
+    (operation(lambda it: it["parameters"].append(parameter(False))), "compatible", f"{GRABS}/request",
+    "field added"),
+    (operation(lambda it: without_first(it["parameters"])), "breaking", f"{GRABS}/request", "field removed"),
+    (operation(lambda it: it["requestBody"].update(required=False)), "compatible", f"{GRABS}/request",
+    "became optional"),
+    (operation(lambda it: it["requestBody"].update(required=True), "/v1/offers/{offer}/pause"), "breaking",
+    "http/post /v1/offers/{offer}/pause/request", "became required"),
+    (operation(lambda it: it["requestBody"].update(content={"text/plain": {"schema": TEXT}})), "breaking",
+    f"{GRABS}/request", "field removed"),
+    (operation(lambda it: it["responses"].pop("202")), "breaking", f"{GRABS}/202 application/json",
+    "the response was removed"),
+    (operation(lambda it: it["responses"].pop("409")), "compatible", "", ""),
+    (operation(lambda it: it.update(security=[])), "breaking", GRABS, "apiKey grab may not use it any more"),
+    (component("GrabBody", lambda it: it["properties"].pop("wait")), "breaking", f"{GRABS}/request",
+    "field removed"),
+    (component("GrabBody", lambda it: it["properties"].update(colour=TEXT)), "compatible",
+    f"{GRABS}/request", "field added"),
+    (component("Problem", lambda it: it["properties"].update(colour=TEXT)), "compatible",
+    "http/post /v1/offers/400 application/problem+json", "field added"),
+    (component("Problem", lambda it: it["properties"].pop("outcome")), "breaking",
+    "http/post /v1/offers/400 application/problem+json", "field removed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "verdict", "name", "words"), OPERATIONS)
+def test_the_verdict_about_operations(change: Any, verdict: str, name: str, words: str) -> None:
+    openapi = copy.deepcopy(dict(RELEASED.openapi))
+    change(openapi)
+    changes = changes_between(RELEASED, RELEASED._replace(openapi=openapi), set())
+    assert verdict_of(changes) == verdict
+    if not words:
+        assert changes == []
+        return
+    assert (changes[0].verdict, changes[0].name) == (verdict, name)
+    assert words in changes[0].words
+    assert bool(changes[0].way_out) == (verdict == "breaking")
+
+
+def test_an_operation_that_is_new_breaks_nothing() -> None:
+    openapi = copy.deepcopy(dict(RELEASED.openapi))
+    openapi["paths"]["/v1/colours"] = {"get": openapi["paths"]["/v1/offers/{offer}/grabs"]["post"]}
+    changes = changes_between(RELEASED, RELEASED._replace(openapi=openapi), set())
+    assert [(change.verdict, change.name) for change in changes] == [("compatible", "http/get /v1/colours")]
 
 
 # -- the script ----------------------------------------------------------------------------------------------
