@@ -33,6 +33,14 @@ def is_taken(port: int) -> bool:
     return False
 
 
+def ports_of_run() -> tuple[int, int, int]:
+    """Free ports for Redis, Kafka and PostgreSQL; the one after Kafka's, for its controller, is free too."""
+    redis, kafka, postgres = free_ports(3)
+    while is_taken(kafka + 1) or {kafka, kafka + 1} & {redis, postgres}:
+        [kafka] = free_ports(1)
+    return redis, kafka, postgres
+
+
 def main() -> None:
     """Prints the settings, and says on stderr what was taken."""
     settings = load_settings()
@@ -46,10 +54,7 @@ def main() -> None:
     taken = [str(port) for port in usual if is_taken(port)]
     if not taken:
         return
-    redis, kafka, postgres = free_ports(3)
-    # The port of Kafka's controller is the next one after Kafka's.
-    while is_taken(kafka + 1):
-        [kafka] = free_ports(1)
+    redis, kafka, postgres = ports_of_run()
     chosen = LocalServices(PROJECT / ".services", redis, kafka, kafka + 1, postgres)
     for name, value in chosen.environment().items():
         click.echo(f"export GRAB_{name.upper()}={value}")

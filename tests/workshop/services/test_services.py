@@ -23,6 +23,7 @@ from grabstream.workshop.commands import services as services_verbs
 from grabstream.workshop.services import LocalServices, ServiceError, free_ports
 from grabstream.workshop.services.process import _start_time
 from grabstream.workshop.services.servers import PROJECT, Redis, kafka_version
+from scripts import ports
 from tests.conftest import until
 
 
@@ -33,6 +34,13 @@ def test_a_taken_port_is_named_with_the_setting_to_change(tmp_path: Path) -> Non
             Redis(tmp_path, port).start()
 
 
+def test_ports_of_a_run_differ_also_from_the_one_after_that_of_kafka(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter([[7, 8, 9], [6], [9], [7], [20], [30]])
+    monkeypatch.setattr(ports, "free_ports", lambda count: next(drawn))
+    monkeypatch.setattr(ports, "is_taken", lambda port: port == 21)
+    assert ports.ports_of_run() == (7, 30, 9)
+
+
 def test_beside_other_programs_a_run_of_its_own_gets_free_ports() -> None:
     """Settings that say where a server is are left as they are."""
     environment = {
@@ -40,7 +48,7 @@ def test_beside_other_programs_a_run_of_its_own_gets_free_ports() -> None:
         if name not in ("GRAB_REDIS_URL", "GRAB_KAFKA", "GRAB_POSTGRES")
     } | {"GRAB_SERVICES": "processes"}  # fmt: skip
 
-    def ports(**more: str) -> str:
+    def printed(**more: str) -> str:
         words = [sys.executable, "-m", "scripts.ports"]
         return subprocess.run(
             words, cwd=PROJECT, env=environment | more, check=True, capture_output=True, text=True
@@ -49,8 +57,8 @@ def test_beside_other_programs_a_run_of_its_own_gets_free_ports() -> None:
     with contextlib.ExitStack() as taken:
         with contextlib.suppress(OSError):  # otherwise the servers of this very run have it
             taken.enter_context(socket.create_server(("127.0.0.1", REDIS_PORT)))
-        said = ports()
-        assert ports(GRAB_KAFKA="127.0.0.1:29092") == ""
+        said = printed()
+        assert printed(GRAB_KAFKA="127.0.0.1:29092") == ""
     found = dict(re.findall(r"^export GRAB_(\w+)=\S*?127\.0\.0\.1:(\d+)", said, re.MULTILINE))
     assert found.keys() == {"REDIS_URL", "KAFKA", "POSTGRES"}
     assert len({*found.values(), str(REDIS_PORT), str(int(found["KAFKA"]) + 1)}) == 5
